@@ -1,0 +1,269 @@
+package sqlitefence
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"time"
+
+	"aegis/fence"
+
+	"github.com/ncruces/go-sqlite3"
+	"github.com/ncruces/go-sqlite3/driver"
+)
+
+// ErrEnded: something inside fn ended the guarded transaction (a COMMIT or ROLLBACK statement, an OR ROLLBACK clause,
+// a failing disk, the context of a single statement). Nothing of the transaction was written, and nothing after it.
+var ErrEnded = errors.New("the guarded transaction was ended inside fn; nothing was written")
+
+// Config tunes a Guard. The zero value is ready.
+type Config struct {
+	// OpenTimeout bounds how long Open waits for other processes that lock the file. Defaults to 10 s.
+	OpenTimeout time.Duration
+
+	// Readers bounds the connections of the pool that [Guard.DB] returns. Defaults to 4.
+	Readers int
+
+	// Init is SQL that every new connection executes first, such as "PRAGMA foreign_keys=on". Defaults to none. What
+	// the guard rests on (WAL, synchronous=FULL) is set afterwards.
+	Init string
+
+	_ struct{}
+}
+
+func (c Config) validate() (Config, error) {
+	if c.OpenTimeout < 0 {
+		return c, fmt.Errorf("sqlitefence: Config.OpenTimeout is %v, below 0", c.OpenTimeout)
+	}
+	if c.Readers < 0 {
+		return c, fmt.Errorf("sqlitefence: Config.Readers is %d, below 0", c.Readers)
+	}
+	if c.OpenTimeout == 0 {
+		c.OpenTimeout = 10 * time.Second
+	}
+	if c.Readers == 0 {
+		c.Readers = 4
+	}
+	return c, nil
+}
+
+// Guard is a [fence.Guard] on one SQLite file. It is safe for concurrent use, by any number of processes on the file.
+// Its writing methods take turns, within a process in the order of their calls; each waits for its turn and for
+// SQLite's lock until its context ends, and only then returns an error of it. They must not be called inside fn.
+type Guard struct {
+	path string
+	turn chan struct{} // full while somebody writes; Go serves waiting senders in order
+	w    *sql.DB       // the one writing connection, behind gate
+	r    *sql.DB       // query_only
+	gate gate
+}
+
+var _ fence.Guard = (*Guard)(nil)
+
+// Open opens or creates the database file at path, a file name or a "file:" URI, puts it into WAL mode and creates
+// the guard's tables aegis_meta, aegis_fence and aegis_once. It blocks for Config.OpenTimeout at most.
+//
+// It refuses, naming path and remedy: what is not an SQLite database, a file or a directory that it may not write,
+// memory (it forgets), and tables of a newer version of this package. A file that it refuses is left as it was.
+func Open(path string, cfg Config) (*Guard, error) {
+	cfg, err := cfg.validate()
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), cfg.OpenTimeout)
+	defer cancel()
+	path, err = prepare(ctx, path)
+	if err != nil {
+		return nil, err
+	}
+	g := &Guard{path: path, turn: make(chan struct{}, 1)}
+	g.w, err = driver.Open(path, func(c *sqlite3.Conn) error {
+		c.CommitHook(g.gate.mayCommit)
+		c.RollbackHook(g.gate.rolledBack)
+		return connect(c, cfg.Init, "PRAGMA synchronous=FULL")
+	})
+	if err != nil {
+		return nil, explain(path, err)
+	}
+	g.w.SetMaxOpenConns(1) // SQLite has one writer at a time; more connections would only poll for the lock
+	g.r, err = driver.Open(path, func(c *sqlite3.Conn) error {
+		return connect(c, cfg.Init, "PRAGMA query_only=on")
+	})
+	if err != nil {
+		g.w.Close()
+		return nil, explain(path, err)
+	}
+	g.r.SetMaxOpenConns(cfg.Readers)
+	g.r.SetMaxIdleConns(cfg.Readers)
+	if err := errors.Join(g.w.PingContext(ctx), g.r.PingContext(ctx)); err != nil {
+		g.Close()
+		return nil, explain(path, err)
+	}
+	return g, nil
+}
+
+// Close closes the guard's connections. Writes that run are finished first.
+func (g *Guard) Close() error {
+	g.turn <- struct{}{}
+	defer func() { <-g.turn }()
+	return errors.Join(g.w.Close(), g.r.Close())
+}
+
+// DB returns a pool of connections for plain reads of what was committed, the user's tables among it. Its connections
+// refuse writes. Closing it is the guard's.
+func (g *Guard) DB() *sql.DB { return g.r }
+
+// Setup executes SQL that no term guards, in one transaction: the creation of the user's own tables before there is
+// any term, written so that it may run in every process ("CREATE TABLE IF NOT EXISTS"). What depends on a term
+// belongs in Do.
+func (g *Guard) Setup(ctx context.Context, script string) error {
+	return g.write(ctx, func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, script)
+		return err
+	})
+}
+
+// Advance makes the guard take the terms' tokens, all of them or none, in a transaction of its own: see
+// [fence.Guard]. Errors: those of [fence.Record.Advance], [fence.ErrUnknown], ctx's, or SQLite's.
+func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
+	for _, t := range terms { // before anything waits for a lock
+		if err := fence.ValidToken(t.Token); err != nil {
+			return fmt.Errorf("sqlitefence: advance %q: %w", t.Election, err)
+		}
+	}
+	return g.write(ctx, func(tx *sql.Tx) error {
+		for _, t := range terms {
+			old, err := record(ctx, tx, t.Election)
+			if err != nil {
+				return err
+			}
+			rec, err := old.Advance(t)
+			if err != nil {
+				return err
+			}
+			if rec == old {
+				continue
+			}
+			if err := setRecord(ctx, tx, t, rec); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// Do runs fn in a transaction that commits only if t's token is the newest that the guard has taken. It blocks until
+// fn has returned and the transaction is on disk, or ctx has ended. fn runs at most once; what it writes through tx is
+// committed when it returns nil, and undone when it returns an error or panics. fn must not outlive Do and must not
+// call the guard's writing methods, which wait for the lock that Do holds.
+//
+// Errors, beside fn's own and ctx's: [fence.ErrFenced] with both tokens, [fence.ErrTokenWentBack] or
+// [fence.ErrForeignCluster], before fn runs; [ErrEnded]; SQLite's own: in all these cases nothing was written. Only
+// [fence.ErrUnknown] leaves that open: the disk failed during the commit.
+func (g *Guard) Do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) error {
+	if err := fence.ValidToken(t.Token); err != nil {
+		return fmt.Errorf("sqlitefence: write %q: %w", t.Election, err)
+	}
+	return g.write(ctx, func(tx *sql.Tx) error {
+		if err := admit(ctx, tx, t); err != nil {
+			return err
+		}
+		return fn(&Tx{tx: tx, gate: &g.gate})
+	})
+}
+
+// Exec executes one guarded statement, or several without arguments: Do with an fn of one line.
+func (g *Guard) Exec(ctx context.Context, t fence.Term, query string, args ...any) (res sql.Result, err error) {
+	err = g.Do(ctx, t, func(tx *Tx) error {
+		res, err = tx.ExecContext(ctx, query, args...)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return res, nil
+}
+
+// Newest returns what the guard has taken for the name; the zero Record if it has taken nothing.
+func (g *Guard) Newest(ctx context.Context, name string) (fence.Record, error) {
+	return record(ctx, g.r, name)
+}
+
+// Names returns the names for which the guard has taken a token, sorted by their bytes.
+func (g *Guard) Names(ctx context.Context) ([]string, error) {
+	rows, err := g.r.QueryContext(ctx, "SELECT name FROM aegis_fence ORDER BY name")
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var names []string
+	for rows.Next() {
+		var name string
+		if err := rows.Scan(&name); err != nil {
+			return nil, err
+		}
+		names = append(names, name)
+	}
+	return names, rows.Err()
+}
+
+// write is the only way to a commit. It waits its turn, runs fn in an immediate transaction, and commits it if fn
+// returned nil and the transaction is still the one that it began.
+func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
+	select {
+	case g.turn <- struct{}{}:
+	case <-ctx.Done():
+		return g.overdue(ctx)
+	}
+	defer func() { <-g.turn }()
+
+	tx, err := g.w.BeginTx(ctx, nil) // BEGIN IMMEDIATE is the driver's default
+	if err != nil {
+		if ctx.Err() != nil {
+			return g.overdue(ctx)
+		}
+		return fmt.Errorf("sqlitefence: begin: %w", err)
+	}
+	defer tx.Rollback() // nothing to do after a commit
+	g.gate.reset()
+
+	if err := fn(tx); err != nil {
+		if ctx.Err() != nil && interrupted(err) {
+			return fmt.Errorf("sqlitefence: the transaction was undone: %w", context.Cause(ctx))
+		}
+		return err
+	}
+	return g.commit(ctx, tx)
+}
+
+func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {
+	if ctx.Err() == nil && g.gate.ended.Load() {
+		return fmt.Errorf("sqlitefence: %w", ErrEnded)
+	}
+	g.gate.asked.Store(true)
+	err := tx.Commit()
+	g.gate.asked.Store(false)
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, sql.ErrTxDone), ctx.Err() != nil && errors.Is(err, ctx.Err()):
+		// database/sql undid the transaction because ctx ended before the commit began.
+		return fmt.Errorf("sqlitefence: the transaction was undone: %w", context.Cause(ctx))
+	case errors.Is(err, sqlite3.CONSTRAINT), errors.Is(err, sqlite3.BUSY), errors.Is(err, sqlite3.FULL):
+		// A deferred constraint, a statement still running, no room for the commit's frames: SQLite did not commit.
+		return fmt.Errorf("sqlitefence: commit: %w", err)
+	default:
+		// A frame that was written and not synced counts as committed if the machine dies now, and not if it lives.
+		return fmt.Errorf("sqlitefence: commit: %w: %w", fence.ErrUnknown, err)
+	}
+}
+
+func (g *Guard) overdue(ctx context.Context) error {
+	return fmt.Errorf("sqlitefence: other writers held %s: %w", g.path, context.Cause(ctx))
+}
+
+// interrupted reports whether err is how SQLite or database/sql say that a context ended.
+func interrupted(err error) bool {
+	return errors.Is(err, sqlite3.INTERRUPT) || errors.Is(err, sqlite3.BUSY) || errors.Is(err, sql.ErrTxDone) || errors.Is(err, ErrEnded)
+}
