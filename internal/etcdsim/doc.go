@@ -20,8 +20,8 @@
 //
 //   - No members, no raft, no quorum: one server that is up or down. Serializable reads are linearizable.
 //   - The client is clientv3 without its retry interceptor, because that one needs a gRPC connection: an error of a
-//     unary call goes to the caller. [WithResend] plays the interceptor. A server that is down answers Unavailable
-//     within a round trip, where a real client would wait for a connection until the call's context ends.
+//     unary call goes to the caller. [WithResend] plays the interceptor. A server that is down answers unary calls
+//     with Unavailable within a round trip, where a real client would wait for a connection; new streams do wait.
 //   - No retransmission: what a cut swallowed is gone, also after the cut is healed.
 //   - No authentication, alarms, quotas, RangeStream, Maintenance, Cluster and Auth calls (Unimplemented).
 //   - Leases have no checkpoints: after [Cluster.Start] and [Cluster.LeaderChange] every lease has its full TTL, also

@@ -8,7 +8,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// Stop takes the server down: streams break, calls fail with Unavailable, leases do not run out, data stays.
+// Stop takes the server down: streams break and new ones wait, unary calls fail with Unavailable, leases do not run
+// out, data stays.
 func (c *Cluster) Stop() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -75,28 +75,24 @@ func (cn *conn) NewStream(ctx context.Context, _ *grpc.StreamDesc, method string
 	return s, nil
 }
 
-// waitUp waits a little for a server that is down, so that a client that tries again at once takes its time.
+// waitUp waits for a server that is down, as a real client does until it has a connection.
 func (cn *conn) waitUp(ctx context.Context) error {
-	if err := cn.ended(ctx); err != nil {
-		return err
+	for {
+		if err := cn.ended(ctx); err != nil {
+			return err
+		}
+		cn.c.mu.Lock()
+		up, started := cn.c.up, cn.c.started
+		cn.c.mu.Unlock()
+		if up {
+			return nil
+		}
+		select {
+		case <-started:
+		case <-ctx.Done():
+		case <-cn.ctx.Done():
+		}
 	}
-	cn.c.mu.Lock()
-	up, started := cn.c.up, cn.c.started
-	cn.c.mu.Unlock()
-	if up {
-		return nil
-	}
-	t := time.NewTimer(100 * time.Millisecond)
-	defer t.Stop()
-	select {
-	case <-started:
-		return nil
-	case <-t.C:
-		return errRefused
-	case <-ctx.Done():
-	case <-cn.ctx.Done():
-	}
-	return cn.ended(ctx)
 }
 
 // SendMsg implements [grpc.ClientStream].
