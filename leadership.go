@@ -1,0 +1,275 @@
+package aegis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// Leadership is the live hold on a term inside the process that won it. It ends once and never comes back. It is safe
+// for concurrent use.
+//
+// Its states, and what keeps them:
+//
+//	held ──(trust in the lease ends | the key is seen to be gone | Resign, Transfer, Leave)──▶ ended ──▶ released
+//
+// Held is false from the first instant of "ended", the context's end follows at once, and the key is deleted only
+// after both, never before. Release compares the key's revision, so a late one leaves a rival's key alone.
+type Leadership struct {
+	Term // for reading; what is compared is a private copy
+
+	term    Term
+	e       *Election
+	lease   *lease
+	mod     int64 // ModRevision of the leader key
+	offset  offsetEntry
+	running bool // handed out by Run, which releases after the work has returned
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+
+	ended   atomic.Bool
+	handed  atomic.Bool // the guards have taken the term
+	yielded atomic.Bool // its work is over: the key may go
+
+	mu       sync.Mutex // serializes releases
+	released bool       // under mu
+	asked    atomic.Pointer[handover]
+}
+
+// handover is how an ended term is to be released: to a successor, or to nobody in particular.
+type handover struct{ to NodeID }
+
+func newLeadership(ctx context.Context, e *Election, l *lease, mod int64, offset offsetEntry, term Term) *Leadership {
+	led := &Leadership{Term: term, term: term, e: e, lease: l, mod: mod, offset: offset}
+	led.ctx, led.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
+	return led
+}
+
+// Context returns a context that ends when the term does, with a [*LossError] as its cause. It has the values, not the
+// cancellation, of the context that was given to Campaign, Await or Run.
+func (l *Leadership) Context() context.Context { return l.ctx }
+
+// Held reports whether the term is still held: true only while no rival can have won through the lease's end. It is
+// cheap enough for every tick, does not block, and once false stays false. An effect that follows it is not covered
+// by it: it may come after the term's end, where only a guard stops it.
+func (l *Leadership) Held() bool { return !l.ended.Load() && l.lease.trusted() }
+
+// Cmp returns the comparison that holds in an etcd transaction if and only if the term is still in office there.
+func (l *Leadership) Cmp() clientv3.Cmp {
+	return clientv3.Compare(clientv3.ModRevision(l.e.node.keys.leader(l.term.Election)), "=", l.mod)
+}
+
+// Commit executes ops in one etcd transaction, guarded by [Leadership.Cmp]: etcd itself is the guard. It blocks until
+// etcd answers, TTL/3 at most. At most 127 operations with etcd's default limits.
+//
+// Errors: [ErrFenced] when the term is over, and nothing was done; [ErrUnknown] when the answer was lost; etcd's own,
+// and nothing was done. The operations must bear being executed twice in a row, as the client may send them again.
+func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.TxnResponse, error) {
+	n := l.e.node
+	if !l.Held() {
+		return nil, fmt.Errorf("aegis: commit: %w: %w", ErrFenced, l.loss())
+	}
+	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
+	defer cancel()
+	resp, err := n.cli.Txn(ctx).If(l.Cmp()).Then(ops...).Else(readOps(n.keys, l.term.Election)...).Commit()
+	switch {
+	case err == nil && resp.Succeeded:
+		return resp, nil
+	case err == nil:
+		newest := stateOf(resp).term(l.term.Election, 0)
+		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, &FencedError{Name: l.term.Election, Token: l.term.Token, Newest: newest.Token})
+	case undone(err):
+		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, err)
+	}
+	return nil, fmt.Errorf("aegis: commit under %s: %w: %w", l.term, ErrUnknown, err)
+}
+
+// Resign ends the term. Inside Run it asks: the context ends, Run releases the key after the function has returned,
+// and Resign returns at once. Outside Run, stop your work first: it ends the context and deletes the key, and returns
+// when the key is gone or ctx ends.
+//
+// It is idempotent, may be repeated after an error, and deletes only this term's own key, never a rival's. The term is
+// over whatever it returns; after an error the key goes as soon as etcd can be reached, with the lease at the latest.
+func (l *Leadership) Resign(ctx context.Context) error {
+	if l.running {
+		l.ask(errResigned, "")
+		return nil
+	}
+	l.end(errResigned)
+	return l.release(ctx, "")
+}
+
+// Transfer ends the term and hands it to a waiting candidate in one transaction. Inside Run it asks, as Resign does.
+// A successor that does not wait here is an error, and the term goes on; one that is gone at the last moment makes it
+// a Resign, and the error says so.
+func (l *Leadership) Transfer(ctx context.Context, to NodeID) error {
+	if !l.ended.Load() {
+		queue := l.e.node.view.state(l.term.Election).queue
+		if _, ok := find(queue, to); !ok { // the view may lag: ask
+			queue, err := readQueue(ctx, l.e.node.cli, l.e.node.keys, l.term.Election)
+			if err != nil {
+				return fmt.Errorf("aegis: transfer %s to %s: %w", l.term, to, err)
+			}
+			if _, ok := find(queue, to); !ok {
+				return fmt.Errorf("aegis: transfer %s to %s: %s is not among its waiting candidates; the term goes on", l.term, to, to)
+			}
+		}
+	}
+	if l.running {
+		l.ask(errTransferred, to)
+		return nil
+	}
+	l.end(errTransferred)
+	return l.release(ctx, to)
+}
+
+func find(queue []candidate, id NodeID) (candidate, bool) {
+	for _, c := range queue {
+		if c.Node == id {
+			return c, true
+		}
+	}
+	return candidate{}, false
+}
+
+// ask ends the term and leaves it to Run to release it when the work has returned.
+func (l *Leadership) ask(reason error, to NodeID) {
+	l.asked.CompareAndSwap(nil, &handover{to: to})
+	l.end(reason)
+}
+
+// loss returns why the term is over, nil while it is held.
+func (l *Leadership) loss() error {
+	if l.Held() {
+		return nil
+	}
+	<-l.ctx.Done() // follows at once
+	return context.Cause(l.ctx)
+}
+
+// end ends the term for a reason; only the first counts. It does not block.
+func (l *Leadership) end(reason error) {
+	if !l.ended.CompareAndSwap(false, true) {
+		return
+	}
+	l.cancel(&LossError{Term: l.term, Reason: reason})
+	for _, own := range []error{errResigned, errTransferred, errReturned, ErrLeft} {
+		if errors.Is(reason, own) {
+			return
+		}
+	}
+	l.e.node.events.emit(Event{Kind: EventLost, Term: l.term, Err: reason})
+}
+
+// release deletes the term's key, or hands it to a successor, if it is still this term's. The term must have ended and
+// its work must be over: from here on the key is unclaimed, and should release fail, the sweep takes it.
+func (l *Leadership) release(ctx context.Context, to NodeID) error {
+	l.yielded.Store(true)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.released {
+		return nil
+	}
+	if err := ctx.Err(); err != nil {
+		return l.unreleased(context.Cause(ctx))
+	}
+	n := l.e.node
+	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
+	defer cancel()
+	var refused error
+	if to != "" {
+		done, err := l.handOver(ctx, to)
+		if done {
+			l.gone(fmt.Sprintf("transferred to %s", to))
+			return nil
+		}
+		refused = fmt.Errorf("aegis: transfer %s to %s: refused, resigned instead: %w", l.term, to, err)
+	}
+	how := "resigned"
+	if loss, ok := context.Cause(l.ctx).(*LossError); ok {
+		how = loss.Reason.Error()
+	}
+	record := n.newRecord(l.term.Nonce, l.offset, termEntry{})
+	if seen := n.view.state(l.term.Election).record; seen.mod == l.mod {
+		record = seen.termRecord
+	}
+	record.Ended, record.Won = how, l.mod
+	resp, err := n.cli.Txn(ctx).If(l.Cmp()).
+		Then(clientv3.OpDelete(n.keys.leader(l.term.Election)), clientv3.OpPut(n.keys.term(l.term.Election), encode(record))).Commit()
+	if err != nil {
+		n.reconcileOne(l.term.Election)
+		return errors.Join(refused, l.unreleased(err))
+	}
+	if resp.Succeeded {
+		l.gone(how)
+	} else { // executed before, or the key is gone or a rival's: it is not ours in any case
+		l.gone("")
+	}
+	return refused
+}
+
+func (l *Leadership) unreleased(err error) error {
+	return fmt.Errorf("aegis: release %s: its key may still be there; it goes with the lease at the latest, or resign again: %w", l.term, err)
+}
+
+// handOver puts the successor's id under the successor's lease into the leader key.
+func (l *Leadership) handOver(ctx context.Context, to NodeID) (bool, error) {
+	n := l.e.node
+	name := l.term.Election
+	next, ok := find(n.view.state(name).queue, to)
+	if !ok {
+		queue, err := readQueue(ctx, n.cli, n.keys, name)
+		if err != nil {
+			return false, err
+		}
+		if next, ok = find(queue, to); !ok {
+			return false, errors.New("it is not waiting any more")
+		}
+	}
+	nonce := rand.Uint64() | 1
+	record := termRecord{Version: recordVersion, Nonce: hex64(nonce), Offset: l.offset.value, Node: to, Since: time.Now(),
+		Candidate: next.created, Before: fmt.Sprintf("%s, token %d: transferred", l.term.Node, l.term.Token)}
+	key := n.keys.candidate(name, next.lease)
+	resp, err := n.cli.Txn(ctx).
+		If(l.Cmp(), clientv3.Compare(clientv3.CreateRevision(key), "=", next.created),
+			clientv3.Compare(clientv3.ModRevision(n.keys.offset()), "=", l.offset.mod)).
+		Then(clientv3.OpPut(n.keys.leader(name), string(to), clientv3.WithLease(next.lease)),
+			clientv3.OpPut(n.keys.term(name), encode(record)),
+			clientv3.OpDelete(key)).
+		Else(readOps(n.keys, name)...).Commit()
+	switch {
+	case errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return false, errors.New("its lease has run out")
+	case err != nil:
+		return false, err
+	case resp.Succeeded:
+		return true, nil
+	}
+	now := stateOf(resp)
+	if now.record.mod == now.leader.mod && uint64(now.record.Nonce) == nonce { // executed twice
+		return true, nil
+	}
+	return false, errors.New("it is not waiting any more, or the term was over")
+}
+
+// gone notes that the key is not this term's any more; how is set when this process released it. l.mu is held.
+func (l *Leadership) gone(how string) {
+	l.released = true
+	n := l.e.node
+	n.mu.Lock()
+	if s := n.slots[l.term.Election]; s != nil && s.led == l {
+		s.led = nil
+		n.dropIdle(l.term.Election)
+	}
+	n.mu.Unlock()
+	if how != "" {
+		n.events.emit(Event{Kind: EventReleased, Term: l.term, Err: errors.New(how)})
+	}
+}

@@ -1,0 +1,500 @@
+package aegis
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"aegis/internal/clock"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// Bounds of [Config.TTL].
+const (
+	MinTTL = 2 * time.Second // etcd grants no less with its default election timeout
+	MaxTTL = 5 * time.Minute // longer leases meet etcd's checkpoints, and a renewal's answer says more than the server keeps
+)
+
+// Config says who a node is. The zero value is ready for use.
+type Config struct {
+	// ID names the node; at most one living process may use it at a time. Defaults to host-pid-random, which never
+	// collides; a fixed one is for operators who want to recognise it, and a restart then waits for the old lease to
+	// run out. 1 to 255 bytes of UTF-8 without control characters.
+	ID NodeID
+	// Prefix of all keys in etcd. Defaults to [DefaultPrefix]; [NoPrefix] for none.
+	Prefix string
+	// TTL of the node's lease: how long after a leader's death another can follow at the earliest. Whole seconds,
+	// [MinTTL] to [MaxTTL]. Defaults to 10 s.
+	TTL time.Duration
+	// Margin before the lease's end at which trust ends: what this process may need to stop, and what clocks may
+	// drift. More than 0, less than TTL/2. Defaults to TTL/5.
+	Margin time.Duration
+	// Meta is shown to others, by `aegis nodes` for one.
+	Meta map[string]string
+	// Addresses at which this node can be reached, shown to others.
+	Addresses []string
+	// Unlisted nodes write no node key: they are not among the members, and several may share an ID.
+	Unlisted bool
+	// Logger takes one line per transition. Defaults to slog.Default().
+	Logger *slog.Logger
+	// OnEvent is called for each transition, in order, on one goroutine. The queue before it holds 256 events; when
+	// it overflows, an EventDropped says how many are missing.
+	OnEvent func(Event)
+
+	_ struct{}
+}
+
+func (c Config) validate() (Config, error) {
+	if c.ID == "" {
+		host, err := os.Hostname()
+		if err != nil {
+			host = "host"
+		}
+		c.ID = NodeID(fmt.Sprintf("%s-%d-%06x", host, os.Getpid(), rand.N(1<<24)))
+	}
+	if err := validName("node id", string(c.ID)); err != nil {
+		return c, err
+	}
+	if c.Prefix != NoPrefix && strings.ContainsRune(c.Prefix, 0) {
+		return c, fmt.Errorf("%w: prefix %q contains a zero byte", ErrInvalidName, c.Prefix)
+	}
+	if c.TTL == 0 {
+		c.TTL = 10 * time.Second
+	}
+	if c.TTL < MinTTL || c.TTL > MaxTTL || c.TTL%time.Second != 0 {
+		return c, fmt.Errorf("aegis: TTL is %v; it must be whole seconds from %v to %v", c.TTL, MinTTL, MaxTTL)
+	}
+	if c.Margin == 0 {
+		c.Margin = c.TTL / 5
+	}
+	if c.Margin < 0 || c.Margin >= c.TTL/2 {
+		return c, fmt.Errorf("aegis: Margin is %v; it must be more than 0 and less than half of TTL (%v)", c.Margin, c.TTL)
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	return c, nil
+}
+
+// Node is one process of the cluster: one etcd lease, one watch and one clock, however many elections it enters. It
+// survives the loss of its lease, of its connection and of etcd, and comes back by itself. It is safe for concurrent
+// use.
+type Node struct {
+	cli     *clientv3.Client
+	cfg     Config
+	keys    keyspace
+	clk     clock.Clock
+	events  *events
+	view    *view
+	host    string
+	started time.Time
+	cluster atomic.Uint64 // etcd's cluster id, as of the first answer
+	seen    atomic.Int64  // the greatest revision that an answer showed
+
+	ctx    context.Context // ends when the node has left or the client is closed
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // goroutines that end with ctx
+
+	leaving context.Context // ends when Leave is called
+	leave   context.CancelCauseFunc
+	calls   sync.WaitGroup // calls of Campaign, Await and Run under way
+	leaveMu sync.Mutex     // serializes Leave
+	left    bool           // under leaveMu
+
+	mu          sync.Mutex
+	lease       *lease                      // the present one; nil while there is none
+	ready       chan struct{}               // closed while there is one
+	leases      map[clientv3.LeaseID]*lease // those whose keys may still be there
+	slots       map[string]*slot            // elections entered
+	sweeping    map[string]bool             // keys being swept
+	incarnation int64                       // ModRevision of the node key that this process wrote last
+	halted      *haltedAt                   // etcd went back
+	waiting     string                      // what the node waits for; "" when it is ready
+	err         error                       // the latest failure since the latest success
+	lastRenewal time.Time
+}
+
+// haltedAt remembers what the node had seen when it found that etcd went back.
+type haltedAt struct {
+	token  int64 // the greatest that can have been given out
+	offset offsetEntry
+	err    error
+}
+
+// Join makes this process a node: it grants a lease, writes the node key, lists and watches the keys under the
+// prefix. ctx bounds the call only, which also gives up by itself after max(TTL, 5 s), save where it waits for an
+// earlier process of the same ID whose lease is running out, saying so in the log.
+//
+// Errors: what is wrong with cfg; etcd's own when it cannot be reached or refuses; [ErrNodeIDTaken] naming host and
+// pid when a living process has the ID; [ErrTokenWentBack] when etcd is not the cluster that wrote the keys. The
+// caller keeps the client and closes it after [Node.Leave].
+func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) {
+	cfg, err := cfg.validate()
+	if err != nil {
+		return nil, err
+	}
+	host, _ := os.Hostname()
+	n := &Node{cli: cli, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
+		events: newEvents(cfg.Logger, cfg.OnEvent),
+		ready:  make(chan struct{}), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
+	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
+	n.leaving, n.leave = context.WithCancelCause(context.Background())
+	n.view = newView(cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
+
+	l, err := n.openLease(ctx)
+	if err != nil {
+		n.cancel()
+		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+	}
+	n.install(l)
+	n.wg.Go(func() { n.view.run(n.ctx) })
+	n.wg.Go(func() { n.keep(l) })
+	if err := n.awaitView(ctx); err != nil {
+		_ = n.Leave(ctx)
+		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+	}
+	return n, nil
+}
+
+// ID returns the node's id.
+func (n *Node) ID() NodeID { return n.cfg.ID }
+
+// awaitView waits for the first list.
+func (n *Node) awaitView(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, max(n.cfg.TTL, 5*time.Second))
+	defer cancel()
+	sub, unsubscribe := n.view.subscribe("")
+	defer unsubscribe()
+	for {
+		if rev, _, _, err := n.view.status(n.cfg.ID); rev > 0 {
+			return nil
+		} else if permanent(err) {
+			return err
+		}
+		select {
+		case <-sub.c:
+		case <-ctx.Done():
+			_, _, _, err := n.view.status(n.cfg.ID)
+			return errors.Join(context.Cause(ctx), err)
+		}
+	}
+}
+
+// callTimeout bounds unary calls that are not renewals.
+func (n *Node) callTimeout() time.Duration { return n.cfg.TTL / 3 }
+
+// detached returns a context for cleaning up, which goes on when ctx is over, within a bound.
+func (n *Node) detached(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), n.callTimeout())
+}
+
+// openLease grants a lease and registers the node under it.
+func (n *Node) openLease(ctx context.Context) (*lease, error) {
+	tctx, cancel := context.WithTimeout(ctx, max(n.callTimeout(), 5*time.Second))
+	defer cancel()
+	start := clock.Start(n.clk)
+	resp, err := n.cli.Grant(tctx, int64(n.cfg.TTL/time.Second))
+	if err != nil {
+		return nil, fmt.Errorf("grant a lease: %w", err)
+	}
+	l := newLease(resp.ID, n.clk, start, time.Duration(resp.TTL)*time.Second, n.cfg.Margin, n.leaseEnded)
+	if err := n.register(ctx, l, resp.GetClusterId()); err != nil {
+		l.end(err)
+		dctx, cancel := n.detached(ctx)
+		defer cancel()
+		_, _ = n.cli.Revoke(dctx, l.id) // or it runs out
+		return nil, err
+	}
+	return l, nil
+}
+
+// install makes l the node's present lease.
+func (n *Node) install(l *lease) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for id, old := range n.leases { // those that have certainly run out
+		if old.left() < -10*n.cfg.TTL {
+			delete(n.leases, id)
+		}
+	}
+	n.leases[l.id] = l
+	if l.ended.Load() {
+		return
+	}
+	n.lease, n.waiting, n.err = l, "", nil
+	n.lastRenewal = time.Now()
+	close(n.ready)
+	n.events.emit(Event{Kind: EventJoined})
+}
+
+// leaseEnded ends every term under l. It is called by whoever finds that trust is over: the alarm, a renewal, or a
+// caller of Held.
+func (n *Node) leaseEnded(l *lease, reason error) {
+	n.mu.Lock()
+	installed := n.lease == l
+	if installed {
+		n.lease, n.ready, n.waiting, n.err = nil, make(chan struct{}), "a new lease", reason
+	}
+	var terms []*Leadership
+	for _, s := range n.slots {
+		if s.led != nil && s.led.lease == l {
+			terms = append(terms, s.led)
+		}
+	}
+	n.mu.Unlock()
+	for _, t := range terms {
+		t.end(reason)
+	}
+	if installed && !errors.Is(reason, ErrLeft) {
+		n.events.emit(Event{Kind: EventLeaseLost, Err: reason})
+	}
+}
+
+// trustedLease returns the present lease if it is trusted.
+func (n *Node) trustedLease() (*lease, error) {
+	n.mu.Lock()
+	l, waiting, err := n.lease, n.waiting, n.err
+	n.mu.Unlock()
+	if l != nil && l.trusted() {
+		return l, nil
+	}
+	if n.leaving.Err() != nil {
+		return nil, ErrLeft
+	}
+	return nil, errors.Join(fmt.Errorf("%w: waiting for %s", ErrNotReady, waiting), err)
+}
+
+// awaitLease waits until the node has a trusted lease.
+func (n *Node) awaitLease(ctx context.Context) (*lease, error) {
+	for {
+		n.mu.Lock()
+		l, ready := n.lease, n.ready
+		n.mu.Unlock()
+		if l != nil && l.trusted() {
+			return l, nil
+		}
+		if l != nil { // its end is being dealt with
+			ready = l.done
+		}
+		select {
+		case <-ready:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// keep renews the lease and gets a new one whenever it is lost, until the node leaves.
+func (n *Node) keep(l *lease) {
+	for n.ctx.Err() == nil {
+		n.renewUntilEnd(l)
+		for pause := 25 * time.Millisecond; n.ctx.Err() == nil; pause = min(2*pause, maxPause) {
+			err := n.awaitRaise()
+			if err == nil {
+				l, err = n.openLease(n.ctx)
+			}
+			if err == nil {
+				n.install(l)
+				break
+			}
+			n.failed("a new lease", err)
+			n.poke()
+			sleep(n.ctx, pause/2+rand.N(pause))
+		}
+	}
+}
+
+// maxPause bounds the pauses between attempts to get back in.
+const maxPause = 500 * time.Millisecond
+
+// poke has the client's connection try again at once: gRPC's own pauses grow to two minutes.
+func (n *Node) poke() {
+	if conn := n.cli.ActiveConnection(); conn != nil {
+		conn.ResetConnectBackoff()
+	}
+}
+
+func (n *Node) failed(waiting string, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.waiting, n.err = waiting, err
+}
+
+// renewUntilEnd renews l every TTL/3 until it has ended or the node leaves.
+func (n *Node) renewUntilEnd(l *lease) {
+	timer := time.NewTimer(n.cfg.TTL / 3)
+	defer timer.Stop()
+	for {
+		select {
+		case <-l.done:
+			return
+		case <-n.ctx.Done():
+			return
+		case <-timer.C:
+		}
+		began := time.Now()
+		n.renewOnce(l)
+		timer.Reset(max(n.cfg.TTL/3-time.Since(began), 0))
+	}
+}
+
+// renewOnce is one round: a renewal, repeated while trust lasts, then a look whether this is still the same etcd.
+func (n *Node) renewOnce(l *lease) {
+	timeout := n.cfg.TTL / 6
+	for l.trusted() && n.ctx.Err() == nil {
+		ctx, cancel := context.WithTimeout(n.ctx, timeout)
+		start := clock.Start(n.clk)
+		resp, err := n.cli.KeepAliveOnce(ctx, l.id)
+		cancel()
+		if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			l.end(errLeaseGone)
+			return
+		}
+		if err == nil {
+			if !l.renewed(start, time.Duration(resp.TTL)*time.Second) {
+				return
+			}
+			n.mu.Lock()
+			n.lastRenewal, n.err = time.Now(), nil
+			n.mu.Unlock()
+			break
+		}
+		n.failed("", fmt.Errorf("renew the lease: %w", err))
+		n.poke()
+		sleep(n.ctx, timeout/8+rand.N(timeout/8))
+	}
+	if l.trusted() && n.ctx.Err() == nil {
+		n.checkSameEtcd(l, timeout)
+	}
+}
+
+// checkSameEtcd reads one key linearizably. A revision below the greatest seen, another cluster or a changed node key
+// mean a restored or replaced etcd, in which leases go on renewing and watches at a future revision stay silent.
+func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
+	ctx, cancel := context.WithTimeout(n.ctx, timeout)
+	defer cancel()
+	before := n.seen.Load()
+	key := n.keys.node(n.cfg.ID)
+	if n.cfg.Unlisted {
+		key = n.keys.offset()
+	}
+	resp, err := n.cli.Get(ctx, key)
+	if err != nil {
+		n.failed("", fmt.Errorf("read %s: %w", key, err))
+		return
+	}
+	if err := n.sameEtcd(resp.Header, before); err != nil {
+		n.halt(l, err)
+		return
+	}
+	if !n.cfg.Unlisted && (len(resp.Kvs) == 0 || resp.Kvs[0].ModRevision != l.incarnation) {
+		l.end(fmt.Errorf("its node key %s was changed or deleted", key))
+	}
+}
+
+// sameEtcd checks the header of a linearizable answer to a request that was sent when the greatest revision seen was
+// before.
+func (n *Node) sameEtcd(h *pb.ResponseHeader, before int64) error {
+	if known := n.cluster.Load(); known != 0 && h.ClusterId != known {
+		return fmt.Errorf("%w: etcd answers as cluster %x, it was %x: it was replaced", ErrTokenWentBack, h.ClusterId, known)
+	}
+	if h.Revision < before {
+		return fmt.Errorf("%w: etcd's revision is %d, it was %d: it was restored from a snapshot", ErrTokenWentBack, h.Revision, before)
+	}
+	for {
+		seen := n.seen.Load()
+		if h.Revision <= seen || n.seen.CompareAndSwap(seen, h.Revision) {
+			return nil
+		}
+	}
+}
+
+// halt ends all terms and keeps the node out of elections until the token offset has been raised.
+func (n *Node) halt(l *lease, err error) {
+	_, offset, _, _ := n.view.status(n.cfg.ID)
+	n.mu.Lock()
+	first := n.halted == nil
+	if first {
+		n.halted = &haltedAt{token: n.seen.Load() + offset.value, offset: offset, err: err}
+	}
+	n.mu.Unlock()
+	if first {
+		n.events.emit(Event{Kind: EventHalted, Err: fmt.Errorf("%w; nobody campaigns until `aegis token raise`", err)})
+	}
+	l.end(err)
+}
+
+// awaitRaise returns nil when the node is not halted, or not any more: the offset was raised so far that new tokens
+// are above every one that this node can have seen.
+func (n *Node) awaitRaise() error {
+	n.mu.Lock()
+	h := n.halted
+	n.mu.Unlock()
+	if h == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(n.ctx, n.callTimeout())
+	defer cancel()
+	resp, err := n.cli.Get(ctx, n.keys.offset())
+	if err != nil {
+		return err
+	}
+	offset := offsetEntry{}
+	if len(resp.Kvs) > 0 {
+		offset = parseOffset(resp.Kvs[0])
+	}
+	if offset.value <= h.offset.value || resp.Header.Revision+offset.value <= h.token {
+		return fmt.Errorf("%w; run `aegis token raise --above %d`", h.err, h.token)
+	}
+	n.seen.Store(resp.Header.Revision)
+	n.cluster.Store(resp.Header.ClusterId)
+	n.view.relist()
+	n.mu.Lock()
+	n.halted, n.incarnation = nil, 0
+	n.mu.Unlock()
+	return nil
+}
+
+// Health tells how a node stands.
+type Health struct {
+	State       string        // "joined", "waiting" (for what Waiting says), "halted" (etcd went back) or "left"
+	LeaseLeft   time.Duration // how long trust lasts without another renewal; 0 when there is none
+	LastRenewal time.Time     // of the lease, by the wall clock
+	Waiting     string        // what for; "" when joined
+	Err         error         // the latest failure since the latest success
+}
+
+// Ready reports whether the node can lead: it is joined and its lease is trusted, leader or not. It fits a readiness
+// probe.
+func (h Health) Ready() bool { return h.State == "joined" }
+
+// Health returns how the node stands. It does not block.
+func (n *Node) Health() Health {
+	n.mu.Lock()
+	l := n.lease
+	h := Health{State: "waiting", LastRenewal: n.lastRenewal, Waiting: n.waiting, Err: n.err}
+	if n.halted != nil {
+		h.State, h.Waiting = "halted", "aegis token raise"
+	}
+	n.mu.Unlock()
+	if l != nil && l.trusted() {
+		h.State, h.LeaseLeft = "joined", l.left()
+	}
+	if _, _, _, err := n.view.status(n.cfg.ID); h.Err == nil {
+		h.Err = err
+	}
+	if n.leaving.Err() != nil {
+		h.State, h.Waiting = "left", ""
+	}
+	return h
+}

@@ -1,0 +1,451 @@
+package aegis
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/metadata"
+)
+
+// view mirrors the keys of one prefix: a snapshot at some revision, kept up by one watch. It is a level, not a log:
+// whoever is woken looks at the present state. What it shows was true at its revision and proves nothing about later
+// ones; only etcd's answer to a transaction does.
+//
+// The watch is cut, compacted away, stays silent: the view lists anew and goes on, by itself, until its context ends.
+type view struct {
+	cli    *clientv3.Client
+	keys   keyspace
+	period time.Duration // how often a sign of life is asked for; also the bound on a list
+	log    *slog.Logger
+	// changed is called after each batch, without locks, with the elections touched; nil means any. It must not block.
+	changed func(names map[string]bool)
+
+	mu       sync.Mutex
+	rev      int64 // of the store's revisions, the one that the maps show; 0 before the first list
+	leaders  map[string]leaderEntry
+	terms    map[string]termEntry
+	queues   map[string][]candidate // in the order in which their turn comes
+	requests map[string]requestEntry
+	nodes    map[NodeID]int64 // ModRevision
+	offset   offsetEntry
+	subs     map[string]map[*subscription]struct{}
+	all      map[*subscription]struct{}
+	err      error // why the mirror is not being kept up at the moment
+	fatal    error // why it never will be again
+
+	signs atomic.Int64  // signs of life on the present watch
+	again chan struct{} // asks for a new list
+}
+
+// relist has the view list anew at once.
+func (v *view) relist() {
+	select {
+	case v.again <- struct{}{}:
+	default:
+	}
+}
+
+type leaderEntry struct {
+	node  NodeID
+	lease clientv3.LeaseID
+	mod   int64
+}
+
+type termEntry struct {
+	termRecord
+	mod int64
+}
+
+// last says how the term that the record tells of ended, given that it has; "" when there was none.
+func (t termEntry) last() string {
+	if t.mod == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%s, token %d: %s", t.Node, cmp.Or(t.Won, t.mod)+t.Offset, cmp.Or(t.Ended, "its lease ran out"))
+}
+
+type candidate struct {
+	candidateRecord
+	lease   clientv3.LeaseID
+	created int64
+}
+
+type requestEntry struct {
+	requestRecord
+	mod int64
+}
+
+// offsetEntry is the cluster's token offset; the zero entry stands for an absent key.
+type offsetEntry struct {
+	value, mod int64
+}
+
+// electionState is what a view shows of one election at a revision.
+type electionState struct {
+	rev     int64
+	leader  leaderEntry // mod 0: vacant
+	record  termEntry   // of the latest term, over or not
+	queue   []candidate // not to be changed
+	request requestEntry
+	offset  offsetEntry
+}
+
+// term returns the term in office, or the zero token when the election is vacant.
+func (s electionState) term(name string, cluster uint64) Term {
+	if s.leader.mod == 0 {
+		return Term{Election: name}
+	}
+	t := Term{Election: name, Node: s.leader.node, Token: s.leader.mod + s.offset.value, Cluster: cluster}
+	if s.record.mod == s.leader.mod { // else it was not written by aegis, or the two keys were torn apart by hand
+		t.Token, t.Nonce = s.leader.mod+s.record.Offset, uint64(s.record.Nonce)
+	}
+	return t
+}
+
+// offsetOfTerm is the offset under which the term in office won: the present one, or one that was replaced since.
+func (s electionState) offsetOfTerm() offsetEntry {
+	if s.record.Offset == s.offset.value {
+		return s.offset
+	}
+	return offsetEntry{value: s.record.Offset, mod: -1}
+}
+
+func newView(cli *clientv3.Client, keys keyspace, period time.Duration, log *slog.Logger, changed func(map[string]bool)) *view {
+	v := &view{cli: cli, keys: keys, period: period, log: log, changed: changed,
+		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, again: make(chan struct{}, 1)}
+	v.reset()
+	return v
+}
+
+func (v *view) reset() {
+	v.leaders, v.terms = map[string]leaderEntry{}, map[string]termEntry{}
+	v.queues, v.requests = map[string][]candidate{}, map[string]requestEntry{}
+	v.nodes, v.offset = map[NodeID]int64{}, offsetEntry{}
+}
+
+// state returns what the view shows of an election.
+func (v *view) state(name string) electionState {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return electionState{rev: v.rev, leader: v.leaders[name], record: v.terms[name], queue: v.queues[name],
+		request: v.requests[name], offset: v.offset}
+}
+
+// status returns the revision that the view has reached, the offset and a listed node's ModRevision.
+func (v *view) status(id NodeID) (rev int64, offset offsetEntry, node int64, err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.rev, v.offset, v.nodes[id], cmp.Or(v.fatal, v.err)
+}
+
+// fatalError says why the view is not kept up and never will be again; nil while it is.
+func (v *view) fatalError() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.fatal
+}
+
+// names returns the elections that the view knows of, in office, waited for or asked about.
+func (v *view) names() map[string]bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	names := map[string]bool{}
+	for n := range v.leaders {
+		names[n] = true
+	}
+	for n := range v.queues {
+		names[n] = true
+	}
+	return names
+}
+
+// subscription wakes up its owner; wake-ups coalesce.
+type subscription struct{ c chan struct{} }
+
+func (s *subscription) wake() {
+	select {
+	case s.c <- struct{}{}:
+	default:
+	}
+}
+
+// subscribe wakes up the caller whenever something of the election changes and after each list; the first wake-up is
+// already there. An empty name subscribes to the view's own standing only.
+func (v *view) subscribe(name string) (s *subscription, cancel func()) {
+	s = &subscription{c: make(chan struct{}, 1)}
+	s.wake()
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.all[s] = struct{}{}
+	if v.subs[name] == nil {
+		v.subs[name] = map[*subscription]struct{}{}
+	}
+	v.subs[name][s] = struct{}{}
+	return s, func() {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		delete(v.all, s)
+		if delete(v.subs[name], s); len(v.subs[name]) == 0 {
+			delete(v.subs, name)
+		}
+	}
+}
+
+// run keeps the view up until ctx ends or a permanent error.
+func (v *view) run(ctx context.Context) {
+	for pause := time.Duration(0); ctx.Err() == nil; {
+		err := v.list(ctx)
+		if err == nil {
+			pause = 0
+			err = v.follow(ctx)
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		v.fail(err)
+		if permanent(err) {
+			return
+		}
+		v.log.Debug("aegis: watch interrupted; listing anew", "prefix", string(v.keys), "err", err)
+		pause = min(max(2*pause, v.period/64), v.period)
+		sleep(ctx, pause/2+rand.N(pause))
+	}
+}
+
+func (v *view) fail(err error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.err = err
+	if permanent(err) {
+		v.fatal = err
+	}
+	for s := range v.all {
+		s.wake()
+	}
+}
+
+// list takes a snapshot of all keys at one revision, bounded by the period.
+func (v *view) list(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, v.period)
+	defer cancel()
+	if _, err := v.read(ctx); err != nil {
+		return err
+	}
+	v.changed(nil)
+	return nil
+}
+
+func (v *view) read(ctx context.Context) (*clientv3.TxnResponse, error) {
+	var gets []clientv3.Op
+	for _, dir := range []string{dirCandidate, dirElection, dirMeta, dirNode, dirRequest, dirTerm} {
+		gets = append(gets, clientv3.OpGet(v.keys.dir(dir), clientv3.WithPrefix()))
+	}
+	resp, err := v.cli.Txn(ctx).Then(gets...).Commit()
+	if err != nil {
+		return nil, fmt.Errorf("list keys under %s: %w", v.keys.dir(""), err)
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.reset()
+	for _, r := range resp.Responses {
+		for _, kv := range r.GetResponseRange().Kvs {
+			v.put(kv)
+		}
+	}
+	v.rev, v.err = resp.Header.Revision, nil
+	for s := range v.all {
+		s.wake()
+	}
+	return resp, nil
+}
+
+var errRelist = errors.New("a new list was asked for")
+
+var watchSerial atomic.Int64
+
+// follow applies the watch's events from the view's revision on, until it breaks or is silent for two periods.
+func (v *view) follow(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	// Metadata of its own give the watch a stream of its own: one that hangs is not shared with the next watch.
+	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "aegis-watch", strconv.FormatInt(watchSerial.Add(1), 10))
+	first, end := v.keys.watched()
+	events := v.cli.Watch(ctx, first, clientv3.WithRange(end), clientv3.WithRev(v.rev+1), clientv3.WithCreatedNotify(), clientv3.WithProgressNotify())
+	defer func() {
+		cancel()
+		for range events { //nolint:revive // drained until the client closes it, so that its goroutines are gone
+		}
+	}()
+	ticker := time.NewTicker(v.period)
+	defer ticker.Stop()
+	v.signs.Store(1)
+	for quiet := 0; ; {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-v.again:
+			return errRelist
+		case resp, ok := <-events:
+			if !ok {
+				return fmt.Errorf("watch of %s closed", v.keys.dir(""))
+			}
+			if err := resp.Err(); err != nil {
+				return fmt.Errorf("watch of %s: %w", v.keys.dir(""), err)
+			}
+			v.signs.Add(1)
+			v.apply(&resp)
+		case <-ticker.C:
+			if v.signs.Swap(0) > 0 {
+				quiet = 0
+			} else if quiet++; quiet > 1 {
+				return fmt.Errorf("watch of %s was silent for %v", v.keys.dir(""), time.Duration(quiet)*v.period)
+			}
+			// An error shows as silence.
+			_ = v.cli.RequestProgress(ctx)
+		}
+	}
+}
+
+func (v *view) apply(resp *clientv3.WatchResponse) {
+	touched := map[string]bool{}
+	v.mu.Lock()
+	offset := v.offset
+	if resp.IsProgressNotify() { // only then does the header's revision say that nothing before it is still to come
+		v.rev = max(v.rev, resp.Header.Revision)
+	}
+	for _, ev := range resp.Events {
+		v.rev = max(v.rev, ev.Kv.ModRevision)
+		if ev.Type == mvccpb.DELETE {
+			touched[v.drop(ev.Kv.Key)] = true
+		} else {
+			touched[v.put(ev.Kv)] = true
+		}
+	}
+	delete(touched, "")
+	for name := range touched {
+		for s := range v.subs[name] {
+			s.wake()
+		}
+	}
+	if offset != v.offset {
+		touched = nil // concerns every election
+	}
+	v.mu.Unlock()
+	if len(resp.Events) > 0 {
+		v.changed(touched)
+	}
+}
+
+// put takes in a key and returns the election that it belongs to, if any. Records that cannot be read count as empty:
+// `aegis status` names them.
+func (v *view) put(kv *mvccpb.KeyValue) (name string) {
+	dir, rest := v.keys.split(kv.Key)
+	switch dir {
+	case dirElection:
+		v.leaders[rest] = leaderEntry{node: NodeID(kv.Value), lease: clientv3.LeaseID(kv.Lease), mod: kv.ModRevision}
+		return rest
+	case dirTerm:
+		t := termEntry{mod: kv.ModRevision}
+		_ = json.Unmarshal(kv.Value, &t.termRecord)
+		v.terms[rest] = t
+		return rest
+	case dirCandidate:
+		name, lease, ok := splitCandidate(rest)
+		if !ok {
+			return ""
+		}
+		c := candidate{lease: lease, created: kv.CreateRevision}
+		_ = json.Unmarshal(kv.Value, &c.candidateRecord)
+		v.queues[name] = enqueue(without(v.queues[name], lease), c)
+		return name
+	case dirRequest:
+		r := requestEntry{mod: kv.ModRevision}
+		_ = json.Unmarshal(kv.Value, &r.requestRecord)
+		v.requests[rest] = r
+		return rest
+	case dirNode:
+		v.nodes[NodeID(rest)] = kv.ModRevision
+	case dirMeta:
+		if rest == metaOffset[len(dirMeta):] {
+			v.offset = parseOffset(kv)
+		}
+	}
+	return ""
+}
+
+func (v *view) drop(key []byte) (name string) {
+	dir, rest := v.keys.split(key)
+	switch dir {
+	case dirElection:
+		delete(v.leaders, rest)
+		return rest
+	case dirTerm:
+		delete(v.terms, rest)
+		return rest
+	case dirCandidate:
+		name, lease, ok := splitCandidate(rest)
+		if !ok {
+			return ""
+		}
+		if v.queues[name] = without(v.queues[name], lease); len(v.queues[name]) == 0 {
+			delete(v.queues, name)
+		}
+		return name
+	case dirRequest:
+		delete(v.requests, rest)
+		return rest
+	case dirNode:
+		delete(v.nodes, NodeID(rest))
+	case dirMeta:
+		if rest == metaOffset[len(dirMeta):] {
+			v.offset = offsetEntry{}
+		}
+	}
+	return ""
+}
+
+// enqueue returns a new queue with c in its place: the greater priority first, then the older.
+func enqueue(queue []candidate, c candidate) []candidate {
+	i, _ := slices.BinarySearchFunc(queue, c, func(a, b candidate) int {
+		return cmp.Or(cmp.Compare(b.Priority, a.Priority), cmp.Compare(a.created, b.created))
+	})
+	return slices.Insert(queue, i, c)
+}
+
+// without returns a new queue: those handed out by state are never changed.
+func without(queue []candidate, lease clientv3.LeaseID) []candidate {
+	out := make([]candidate, 0, len(queue)+1)
+	for _, c := range queue {
+		if c.lease != lease {
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+func parseOffset(kv *mvccpb.KeyValue) offsetEntry {
+	value, _ := strconv.ParseInt(string(kv.Value), 10, 64)
+	return offsetEntry{value: value, mod: kv.ModRevision}
+}
+
+// sleep waits for d or until ctx ends.
+func sleep(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}
