@@ -227,7 +227,8 @@ func checkDelete(r *pb.DeleteRangeRequest) error {
 }
 
 // checkOverlap refuses two writes of one key in one transaction, as far as etcd does: puts and deletions of all
-// levels against each other, where only the two branches of one nested transaction may put the same key. It returns
+// levels against each other, where only the two branches of one nested transaction may put the same key. Etcd takes a
+// deletion without end for an empty one here, so a transaction may put a key and delete it in one revision. It returns
 // the keys put and the spans deleted.
 func checkOverlap(ops []*pb.RequestOp) (puts map[string]bool, dels []span, err error) {
 	puts = map[string]bool{}
@@ -240,7 +241,7 @@ func checkOverlap(ops []*pb.RequestOp) (puts map[string]bool, dels []span, err e
 		return false
 	}
 	for _, op := range ops {
-		if d := op.GetRequestDeleteRange(); d != nil {
+		if d := op.GetRequestDeleteRange(); d != nil && !bytes.Equal(d.RangeEnd, []byte{0}) {
 			dels = append(dels, spanOf(d.Key, d.RangeEnd))
 		}
 	}
