@@ -25,8 +25,9 @@ func (l *clientLink) gates(dir Direction) []*gate {
 }
 
 // Endpoints returns the addresses (host:port, one per member, in order) by which the given node reaches the members.
-// The node's links are made at its first mention and stay until Close; the addresses never change. It panics when the
-// cluster is closed or the machine has no port left.
+// The node's links are made at its first mention and stay until Close; the addresses never change. A client must not sync its endpoints
+// from the cluster: what members advertise are the links of no node. It panics when the cluster is closed or the machine
+// has no port left.
 func (c *Cluster) Endpoints(node string) []string {
 	var addrs []string
 	for _, l := range c.links(node) {
@@ -48,8 +49,8 @@ func (c *Cluster) links(node string) []*clientLink {
 	for _, m := range c.members {
 		l := &clientLink{to: newGate(), from: newGate()}
 		var err error
-		l.link, err = newLink(m.dialClient, func(conn net.Conn) (net.Conn, *gate, *gate, error) {
-			return conn, l.to, l.from, nil
+		l.link, err = newLink(m.dialClient, func(conn net.Conn) (int, net.Conn, *gate, *gate, error) {
+			return 0, conn, l.to, l.from, nil
 		})
 		if err != nil {
 			panic(fmt.Sprintf("lab: link from %s to member %d: %v", node, m.index, err))

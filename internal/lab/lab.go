@@ -39,7 +39,7 @@ type Options struct {
 	Dir     string    // for data; must hold no earlier cluster; defaults to a temporary one that Close removes
 	Fast    bool      // ticks of 10 ms and elections of 100 ms instead of 100 and 1,000: the least lease is 1 s, not 2 s
 	NoFsync bool      // nothing is synced to disk; a crash of the machine would lose data, one of a member does not
-	Log     io.Writer // takes etcd's warnings and errors; must be safe for concurrent use unless it is an *os.File; defaults to none
+	Log     io.Writer // takes etcd's warnings and errors, a write at a time; defaults to none
 	_       struct{}
 }
 

@@ -23,21 +23,30 @@ const (
 type link struct {
 	ln   net.Listener
 	dial func() (net.Conn, error)
-	// identify returns the connection to use and the gates of both directions.
-	identify func(net.Conn) (c net.Conn, to, from *gate, err error)
+	// identify finds out who has dialed: its number (of a member; unused on clients' links), the connection to use
+	// instead of the plain one, and the gates of both directions.
+	identify identify
 
 	done  chan struct{}
 	wg    sync.WaitGroup
 	mu    sync.Mutex
-	conns map[net.Conn]bool // true: the server's side
+	conns map[net.Conn]int // who is at the other end: server, unknown, or whoever has dialed
+	drops int              // of the server's side
 }
 
-func newLink(dial func() (net.Conn, error), identify func(net.Conn) (net.Conn, *gate, *gate, error)) (*link, error) {
+type identify func(net.Conn) (dialer int, c net.Conn, to, from *gate, err error)
+
+const (
+	server  = -1
+	unknown = -2
+)
+
+func newLink(dial func() (net.Conn, error), identify identify) (*link, error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
-	l := &link{ln: ln, dial: dial, identify: identify, done: make(chan struct{}), conns: map[net.Conn]bool{}}
+	l := &link{ln: ln, dial: dial, identify: identify, done: make(chan struct{}), conns: map[net.Conn]int{}}
 	l.wg.Go(l.accept)
 	return l, nil
 }
@@ -60,34 +69,53 @@ func (l *link) close() {
 	l.wg.Wait()
 }
 
-// dropServer closes the connections' server sides, as the death of the server's machine does.
-func (l *link) dropServer() {
+// drop closes the connections' sides of one party, as the death of its process does.
+func (l *link) drop(party int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for c, server := range l.conns {
-		if server {
+	if party == server {
+		l.drops++
+	}
+	for c, at := range l.conns {
+		if at == party {
 			_ = c.Close()
 		}
 	}
 }
 
-// own registers c until the returned function closes it; false after close.
-func (l *link) own(c net.Conn, server bool) (release func(), ok bool) {
+// own registers the connection of a party, which the returned function closes. After close, it is closed at once.
+func (l *link) own(c net.Conn, party int) (release func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	select {
 	case <-l.done:
 		_ = c.Close()
-		return nil, false
 	default:
+		l.conns[c] = party
 	}
-	l.conns[c] = server
 	return func() {
 		_ = c.Close()
 		l.mu.Lock()
 		delete(l.conns, c)
 		l.mu.Unlock()
-	}, true
+	}
+}
+
+// connect dials the server; a connection to one that was dropped meanwhile fails, as the server may have been restarted.
+func (l *link) connect() (c net.Conn, release func(), err error) {
+	l.mu.Lock()
+	drops := l.drops
+	l.mu.Unlock()
+	if c, err = l.dial(); err != nil {
+		return nil, nil, err
+	}
+	release = l.own(c, server)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.drops != drops {
+		_ = c.Close()
+	}
+	return c, release, nil
 }
 
 func (l *link) accept() {
@@ -101,30 +129,24 @@ func (l *link) accept() {
 }
 
 func (l *link) serve(client net.Conn) {
-	release, ok := l.own(client, false)
-	if !ok {
-		return
-	}
-	defer release()
-	client, to, from, err := l.identify(client)
+	defer l.own(client, unknown)()
+	dialer, wrapped, to, from, err := l.identify(client)
 	if err != nil {
 		return
 	}
+	l.own(client, dialer)
+	client = wrapped
 	if !to.pass(l.done, time.Now()) {
 		return
 	}
-	server, err := l.dial()
+	server, release, err := l.connect()
 	if err != nil {
 		if from.pass(l.done, time.Now()) {
 			end(client, true)
 		}
 		return
 	}
-	releaseServer, ok := l.own(server, true)
-	if !ok {
-		return
-	}
-	defer releaseServer()
+	defer release()
 	var both sync.WaitGroup
 	both.Go(func() { l.pump(server, client, to) })
 	both.Go(func() { l.pump(client, server, from) })

@@ -21,6 +21,7 @@ type member struct {
 
 	// Cluster.ops guards starting and stopping; links and Leader look at any time.
 	running atomic.Pointer[embed.Etcd]
+	down    atomic.Bool // it has been stopped and not been started since
 }
 
 func (m *member) name() string    { return fmt.Sprintf("m%d", m.index) }
@@ -60,6 +61,7 @@ func (c *Cluster) launch(m *member) error {
 		cfg.TickMs, cfg.ElectionMs = 10, 100
 	}
 	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(c.log.Named(m.name()))
+	m.down.Store(false)
 	e, err := embed.StartEtcd(cfg)
 	if err != nil {
 		return fmt.Errorf("lab: start member %d: %w", m.index, err)
@@ -104,12 +106,21 @@ func (c *Cluster) halt(m *member) {
 	if e == nil {
 		return
 	}
-	// In this order, because a member that stops in an orderly way waits seconds for clients and for other members.
-	e.Server.HardStop()
-	m.peers.dropServer()
-	for _, l := range c.linksTo(m.index) {
-		l.dropServer()
+	// The network goes first: otherwise a member waits for its clients, and for answers from members that are stopped or
+	// cut off, for seconds.
+	m.down.Store(true)
+	hangUp := func() {
+		m.peers.drop(server)
+		for _, l := range c.linksTo(m.index) {
+			l.drop(server)
+		}
+		for _, other := range c.members {
+			other.peers.drop(m.index)
+		}
 	}
+	hangUp()
+	e.Server.HardStop()
+	hangUp() // what was being dialed meanwhile
 	e.Close()
 }
 

@@ -91,21 +91,25 @@ func (ids *identities) tlsInfo(member int) transport.TLSInfo {
 	}
 }
 
-// identifyPeer returns how connections to the given member's peer link find out who has dialed.
-func (c *Cluster) identifyPeer(server int) func(net.Conn) (net.Conn, *gate, *gate, error) {
-	return func(conn net.Conn) (net.Conn, *gate, *gate, error) {
+// identifyPeer returns how connections to the given member's peer link find out who has dialed. A member that is
+// stopped reaches nobody any more.
+func (c *Cluster) identifyPeer(to int) identify {
+	return func(conn net.Conn) (int, net.Conn, *gate, *gate, error) {
 		t := tls.Server(conn, &tls.Config{
 			Certificates: []tls.Certificate{c.ids.server}, ClientAuth: tls.RequireAnyClientCert, MinVersion: tls.VersionTLS12,
 		})
 		_ = conn.SetDeadline(time.Now().Add(dialWithin))
 		if err := t.Handshake(); err != nil {
-			return nil, nil, nil, err
+			return 0, nil, nil, nil, err
 		}
 		_ = conn.SetDeadline(time.Time{})
 		from, ok := c.ids.owners[string(t.ConnectionState().PeerCertificates[0].Raw)]
 		if !ok {
-			return nil, nil, nil, errors.New("an unknown certificate")
+			return 0, nil, nil, nil, errors.New("an unknown certificate")
 		}
-		return t, c.peerGates[from][server], c.peerGates[server][from], nil
+		if c.members[from].down.Load() {
+			return 0, nil, nil, nil, errStopped
+		}
+		return from, t, c.peerGates[from][to], c.peerGates[to][from], nil
 	}
 }

@@ -50,7 +50,8 @@ const (
 //
 // It ends with this process, however that ends: on Linux the kernel kills it (but not its children), and everywhere its
 // standard input reaches its end, which a child is well advised to take as the order to exit. When it exits, what is
-// left of its process group is killed; a child that must outlive it starts a group or session of its own.
+// left of its process group is killed; a child that must outlive it starts a group or session of its own, and is not
+// waited for beyond a second, even where it holds this process's output open.
 type Process struct {
 	name   string
 	cmd    *exec.Cmd
@@ -142,6 +143,9 @@ func (p *Process) live(stdout *os.File, started chan<- error) {
 		err := p.cmd.Wait()
 		p.mu.Lock()
 		p.err = err
+	}
+	if errors.Is(p.err, exec.ErrWaitDelay) {
+		p.err = nil // it exited well; only its stderr is still held open
 	}
 	p.reaped = true
 	p.mu.Unlock()
