@@ -12,14 +12,15 @@ import "sync/atomic"
 type Fencer struct{ newest atomic.Int64 }
 
 // Check passes only a token greater than all seen so far, by Check or by Admit; others get a [*FencedError] with both
-// numbers. A leader that writes twice under one token is therefore refused the second time: right where each write
-// draws its own token, wrong for a term of many writes, which wants [Fencer.Admit]. It does not block.
+// numbers, and tokens outside 1 … [MaxToken] an [ErrInvalidToken], which is [ErrFenced] too. A leader that writes twice
+// under one token is therefore refused the second time: right where each write draws its own token, wrong for a term of
+// many writes, which wants [Fencer.Admit]. It does not block.
 func (f *Fencer) Check(token Token) error { return f.raise(token, false) }
 
-// Admit passes a token that is not smaller than the greatest seen, by Check or by Admit; others get a [*FencedError]
-// with both numbers. It is the rule for terms of many writes; [Fencer.Check] is the one for tokens drawn per write.
-// It does not block. It orders nothing that follows: an effect that must not overtake a newer term's belongs under
-// the same lock as the Admit.
+// Admit passes a token that is not smaller than the greatest seen, by Check or by Admit; others get the errors of
+// Check. It is the rule for terms of many writes; [Fencer.Check] is the one for tokens drawn per write. It does not
+// block. It orders nothing that follows: an effect that must not overtake a newer term's belongs under the same lock
+// as the Admit.
 func (f *Fencer) Admit(token Token) error {
 	if token == f.newest.Load() && token > 0 {
 		return nil // the common case: one load
@@ -31,13 +32,13 @@ func (f *Fencer) Admit(token Token) error {
 func (f *Fencer) LastSeen() Token { return f.newest.Load() }
 
 func (f *Fencer) raise(token Token, equalPasses bool) error {
+	if err := ValidToken(token); err != nil {
+		return err
+	}
 	for {
 		newest := f.newest.Load()
 		if token < newest || token == newest && !equalPasses {
 			return &FencedError{Token: token, Newest: newest}
-		}
-		if err := ValidToken(token); err != nil {
-			return err
 		}
 		if token == newest || f.newest.CompareAndSwap(newest, token) {
 			return nil
