@@ -169,14 +169,14 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 // ID returns the node's id.
 func (n *Node) ID() NodeID { return n.cfg.ID }
 
-// awaitView waits for the first list.
+// awaitView waits until the watch is open: one that is opened after the fact is served late.
 func (n *Node) awaitView(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, max(n.cfg.TTL, 5*time.Second))
 	defer cancel()
 	sub, unsubscribe := n.view.subscribe("")
 	defer unsubscribe()
 	for {
-		if rev, _, _, err := n.view.status(n.cfg.ID); rev > 0 {
+		if open, _, err := n.view.status(); open {
 			return nil
 		} else if permanent(err) {
 			return err
@@ -184,7 +184,7 @@ func (n *Node) awaitView(ctx context.Context) error {
 		select {
 		case <-sub.c:
 		case <-ctx.Done():
-			_, _, _, err := n.view.status(n.cfg.ID)
+			_, _, err := n.view.status()
 			return errors.Join(context.Cause(ctx), err)
 		}
 	}
@@ -209,19 +209,27 @@ func (n *Node) openLease(ctx context.Context) (*lease, error) {
 	}
 	l := newLease(resp.ID, n.clk, start, time.Duration(resp.TTL)*time.Second, n.cfg.Margin, n.leaseEnded)
 	if err := n.register(ctx, l, resp.GetClusterId()); err != nil {
-		l.end(err)
-		dctx, cancel := n.detached(ctx)
-		defer cancel()
-		_, _ = n.cli.Revoke(dctx, l.id) // or it runs out
+		n.abandon(ctx, l, err)
 		return nil, err
 	}
 	return l, nil
 }
 
-// install makes l the node's present lease.
-func (n *Node) install(l *lease) {
+// abandon ends a lease that was never used.
+func (n *Node) abandon(ctx context.Context, l *lease, reason error) {
+	l.end(reason)
+	ctx, cancel := n.detached(ctx)
+	defer cancel()
+	_, _ = n.cli.Revoke(ctx, l.id) // or it runs out
+}
+
+// install makes l the node's present lease. It returns false when the node is leaving.
+func (n *Node) install(l *lease) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if n.leaving.Err() != nil {
+		return false
+	}
 	for id, old := range n.leases { // those that have certainly run out
 		if old.left() < -10*n.cfg.TTL {
 			delete(n.leases, id)
@@ -229,12 +237,13 @@ func (n *Node) install(l *lease) {
 	}
 	n.leases[l.id] = l
 	if l.ended.Load() {
-		return
+		return true
 	}
 	n.lease, n.waiting, n.err = l, "", nil
 	n.lastRenewal = time.Now()
 	close(n.ready)
 	n.events.emit(Event{Kind: EventJoined})
+	return true
 }
 
 // leaseEnded ends every term under l. It is called by whoever finds that trust is over: the alarm, a renewal, or a
@@ -296,20 +305,29 @@ func (n *Node) awaitLease(ctx context.Context) (*lease, error) {
 
 // keep renews the lease and gets a new one whenever it is lost, until the node leaves.
 func (n *Node) keep(l *lease) {
-	for n.ctx.Err() == nil {
+	ctx, cancel := context.WithCancel(n.ctx)
+	defer cancel()
+	defer context.AfterFunc(n.leaving, cancel)() // no new lease from then on; the present one is renewed until Leave ends it
+	for {
 		n.renewUntilEnd(l)
-		for pause := 25 * time.Millisecond; n.ctx.Err() == nil; pause = min(2*pause, maxPause) {
+		for pause := 25 * time.Millisecond; ; pause = min(2*pause, maxPause) {
+			if ctx.Err() != nil {
+				return
+			}
 			err := n.awaitRaise()
 			if err == nil {
-				l, err = n.openLease(n.ctx)
+				l, err = n.openLease(ctx)
 			}
 			if err == nil {
-				n.install(l)
+				if !n.install(l) {
+					n.abandon(ctx, l, ErrLeft)
+					return
+				}
 				break
 			}
 			n.failed("a new lease", err)
 			n.poke()
-			sleep(n.ctx, pause/2+rand.N(pause))
+			sleep(ctx, pause/2+rand.N(pause))
 		}
 	}
 }
@@ -421,7 +439,7 @@ func (n *Node) sameEtcd(h *pb.ResponseHeader, before int64) error {
 
 // halt ends all terms and keeps the node out of elections until the token offset has been raised.
 func (n *Node) halt(l *lease, err error) {
-	_, offset, _, _ := n.view.status(n.cfg.ID)
+	_, offset, _ := n.view.status()
 	n.mu.Lock()
 	first := n.halted == nil
 	if first {
@@ -490,7 +508,7 @@ func (n *Node) Health() Health {
 	if l != nil && l.trusted() {
 		h.State, h.LeaseLeft = "joined", l.left()
 	}
-	if _, _, _, err := n.view.status(n.cfg.ID); h.Err == nil {
+	if _, _, err := n.view.status(); h.Err == nil {
 		h.Err = err
 	}
 	if n.leaving.Err() != nil {

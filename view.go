@@ -38,10 +38,10 @@ type view struct {
 	terms    map[string]termEntry
 	queues   map[string][]candidate // in the order in which their turn comes
 	requests map[string]requestEntry
-	nodes    map[NodeID]int64 // ModRevision
 	offset   offsetEntry
 	subs     map[string]map[*subscription]struct{}
 	all      map[*subscription]struct{}
+	open     bool  // the watch has been open since some list: what happens from now on is shown at once
 	err      error // why the mirror is not being kept up at the moment
 	fatal    error // why it never will be again
 
@@ -132,7 +132,7 @@ func newView(cli *clientv3.Client, keys keyspace, period time.Duration, log *slo
 func (v *view) reset() {
 	v.leaders, v.terms = map[string]leaderEntry{}, map[string]termEntry{}
 	v.queues, v.requests = map[string][]candidate{}, map[string]requestEntry{}
-	v.nodes, v.offset = map[NodeID]int64{}, offsetEntry{}
+	v.offset = offsetEntry{}
 }
 
 // state returns what the view shows of an election.
@@ -143,11 +143,11 @@ func (v *view) state(name string) electionState {
 		request: v.requests[name], offset: v.offset}
 }
 
-// status returns the revision that the view has reached, the offset and a listed node's ModRevision.
-func (v *view) status(id NodeID) (rev int64, offset offsetEntry, node int64, err error) {
+// status returns whether the view has been kept up since it began, the token offset, and what holds it up at present.
+func (v *view) status() (open bool, offset offsetEntry, err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.rev, v.offset, v.nodes[id], cmp.Or(v.fatal, v.err)
+	return v.open, v.offset, cmp.Or(v.fatal, v.err)
 }
 
 // fatalError says why the view is not kept up and never will be again; nil while it is.
@@ -249,7 +249,7 @@ func (v *view) list(ctx context.Context) error {
 
 func (v *view) read(ctx context.Context) (*clientv3.TxnResponse, error) {
 	var gets []clientv3.Op
-	for _, dir := range []string{dirCandidate, dirElection, dirMeta, dirNode, dirRequest, dirTerm} {
+	for _, dir := range []string{dirCandidate, dirElection, dirMeta, dirRequest, dirTerm} {
 		gets = append(gets, clientv3.OpGet(v.keys.dir(dir), clientv3.WithPrefix()))
 	}
 	resp, err := v.cli.Txn(ctx).Then(gets...).Commit()
@@ -322,6 +322,12 @@ func (v *view) apply(resp *clientv3.WatchResponse) {
 	touched := map[string]bool{}
 	v.mu.Lock()
 	offset := v.offset
+	if resp.Created && !v.open {
+		v.open = true
+		for s := range v.all {
+			s.wake()
+		}
+	}
 	if resp.IsProgressNotify() { // only then does the header's revision say that nothing before it is still to come
 		v.rev = max(v.rev, resp.Header.Revision)
 	}
@@ -375,8 +381,6 @@ func (v *view) put(kv *mvccpb.KeyValue) (name string) {
 		_ = json.Unmarshal(kv.Value, &r.requestRecord)
 		v.requests[rest] = r
 		return rest
-	case dirNode:
-		v.nodes[NodeID(rest)] = kv.ModRevision
 	case dirMeta:
 		if rest == metaOffset[len(dirMeta):] {
 			v.offset = parseOffset(kv)
@@ -406,8 +410,6 @@ func (v *view) drop(key []byte) (name string) {
 	case dirRequest:
 		delete(v.requests, rest)
 		return rest
-	case dirNode:
-		delete(v.nodes, NodeID(rest))
 	case dirMeta:
 		if rest == metaOffset[len(dirMeta):] {
 			v.offset = offsetEntry{}
