@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -142,6 +143,7 @@ var cases = []testCase{
 	}},
 	{"WritersOfOneTermAllSucceed", "concurrent writes of one term wait for one another at most; none fails", 0, concurrentWriters},
 	{"AdvanceGetsInUnderLoad", "an unbroken load of old-term writers does not keep an advance waiting", 0, advanceUnderLoad},
+	{"AdvanceGetsInUnderLoadOfPeers", "an unbroken load of old-term writers in other clients does not keep an advance waiting", peer, advanceUnderLoadOfPeers},
 	{"AdvanceIsBoundedByItsContext", "Advance returns when its context ends, even while a write holds the lock", 0, boundedAdvance},
 	{"RandomHistoryFollowsTheModel", "each step of a random history has the outcome that fence.Record says", 0, randomHistory},
 	{"ConcurrentHistoryHasNoStaleWrite", "whatever runs at once, nothing commits under a token below one that was taken", 0, concurrentHistory},
@@ -292,7 +294,6 @@ func names(e *env) {
 
 func concurrentWriters(e *env) {
 	e.mustAdvance(boss(7))
-	const writers = 8
 	var begun sync.WaitGroup
 	begun.Add(writers)
 	all := make(chan struct{})
@@ -311,9 +312,28 @@ func concurrentWriters(e *env) {
 	}
 }
 
-func advanceUnderLoad(e *env) {
+const writers = 8
+
+func advanceUnderLoad(e *env) { underLoad(e, slices.Repeat([]Subject{e.Subject}, writers)) }
+
+func advanceUnderLoadOfPeers(e *env) {
+	load := make([]Subject, writers)
+	for i := range load {
+		if i < writers/2 {
+			p, err := e.Peer()
+			if err != nil {
+				e.fatal("Peer: %v", err)
+			}
+			load[i] = p
+		} else {
+			load[i] = load[i-writers/2]
+		}
+	}
+	underLoad(e, load)
+}
+
+func underLoad(e *env, clients []Subject) {
 	e.mustAdvance(boss(7))
-	const writers = 8
 	var (
 		advanced = make(chan struct{})
 		stopLoad = make(chan struct{})
@@ -327,7 +347,7 @@ func advanceUnderLoad(e *env) {
 		load.Go(func() {
 			late := 0
 			for n := 0; late < 3; n++ { // a guard that refuses nothing must not hold the suite up
-				err := e.Write(e.ctx, boss(7), key(i), fmt.Sprint(n), func() { time.Sleep(time.Millisecond) }) // is load, waits for nothing
+				err := clients[i].Write(e.ctx, boss(7), key(i), fmt.Sprint(n), func() { time.Sleep(time.Millisecond) }) // is load, waits for nothing
 				if n == 0 {
 					warm.Done()
 				}
@@ -350,7 +370,9 @@ func advanceUnderLoad(e *env) {
 	ctx, cancel := context.WithTimeout(e.ctx, bound)
 	defer cancel()
 	start := time.Now()
-	if err := e.advanceBy(ctx, e.Guard, "", boss(8)); err != nil {
+	err := e.advanceBy(ctx, e.Guard, "", boss(8))
+	e.step("it took %v", time.Since(start).Round(time.Millisecond))
+	if err != nil {
 		close(stopLoad)
 		load.Wait()
 		e.fatal("Advance did not get in within %v: %v", time.Since(start).Round(time.Millisecond), err)

@@ -3,6 +3,7 @@ package sqlitefence
 import (
 	"context"
 	"database/sql"
+	sqldriver "database/sql/driver"
 	"errors"
 	"fmt"
 	"time"
@@ -57,6 +58,8 @@ type Guard struct {
 	w    *sql.DB       // the one writing connection, behind gate
 	r    *sql.DB       // query_only
 	gate gate
+
+	stale bool // guarded by turn: fn had the writing connection outside its transaction, whatever it did there
 }
 
 var _ fence.Guard = (*Guard)(nil)
@@ -218,7 +221,7 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 	}
 	defer func() { <-g.turn }()
 
-	tx, err := g.w.BeginTx(ctx, nil) // BEGIN IMMEDIATE is the driver's default
+	tx, err := g.begin(ctx)
 	if err != nil {
 		if ctx.Err() != nil {
 			return g.overdue(ctx)
@@ -228,13 +231,27 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 	defer tx.Rollback() // nothing to do after a commit
 	g.gate.reset()
 
-	if err := fn(tx); err != nil {
-		if ctx.Err() != nil && interrupted(err) {
-			return fmt.Errorf("sqlitefence: the transaction was undone: %w", context.Cause(ctx))
+	err = fn(tx)
+	g.stale = g.gate.ended.Load()
+	if err != nil {
+		if ctx.Err() != nil { // err is but a consequence, in the words of SQLite or database/sql
+			return fmt.Errorf("sqlitefence: the transaction was undone: %w: %w", context.Cause(ctx), err)
 		}
 		return err
 	}
 	return g.commit(ctx, tx)
+}
+
+func (g *Guard) begin(ctx context.Context) (*sql.Tx, error) {
+	if g.stale { // a PRAGMA, say, that a transaction would have refused: connect anew
+		conn, err := g.w.Conn(ctx)
+		if err != nil {
+			return nil, err
+		}
+		_ = conn.Raw(func(any) error { return sqldriver.ErrBadConn }) // closes it
+		g.stale = false
+	}
+	return g.w.BeginTx(ctx, nil) // BEGIN IMMEDIATE is the driver's default
 }
 
 func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {
@@ -261,9 +278,4 @@ func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {
 
 func (g *Guard) overdue(ctx context.Context) error {
 	return fmt.Errorf("sqlitefence: other writers held %s: %w", g.path, context.Cause(ctx))
-}
-
-// interrupted reports whether err is how SQLite or database/sql say that a context ended.
-func interrupted(err error) bool {
-	return errors.Is(err, sqlite3.INTERRUPT) || errors.Is(err, sqlite3.BUSY) || errors.Is(err, sql.ErrTxDone) || errors.Is(err, ErrEnded)
 }

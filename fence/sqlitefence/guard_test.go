@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
 	"aegis/fence"
 	"aegis/fence/sqlitefence"
+
+	"github.com/ncruces/go-sqlite3"
 )
 
 func term(token fence.Token) fence.Term {
@@ -90,79 +93,74 @@ func wantIs(t testing.TB, err, target error) {
 	}
 }
 
-// Each of these ends the transaction inside fn in its own way. What fn wrote before, and what it tries to write after,
-// must not be in the table, whether fn notices the end or not.
-func TestWhateverEndsTheTransactionInsideFnWritesNothing(t *testing.T) {
-	for name, end := range map[string]string{
-		"OR ROLLBACK":              "INSERT OR ROLLBACK INTO loot (item) VALUES ('taken')",
-		"COMMIT":                   "COMMIT",
-		"END":                      "END TRANSACTION",
-		"ROLLBACK":                 "ROLLBACK",
-		"ROLLBACK and BEGIN again": "ROLLBACK; BEGIN IMMEDIATE",
-		"ROLLBACK and SAVEPOINT":   "ROLLBACK; SAVEPOINT a",
-		"RAISE in a trigger":       "INSERT INTO loot (item) VALUES ('cursed')",
-	} {
-		t.Run(name, func(t *testing.T) {
-			g, _ := open(t)
-			advance(t, g, 7)
-			ctx := bounded(t)
-			if _, err := g.Exec(ctx, term(7), `INSERT INTO loot (item) VALUES ('taken');
-				CREATE TRIGGER curse BEFORE INSERT ON loot WHEN new.item = 'cursed' BEGIN SELECT RAISE(ROLLBACK, 'cursed'); END`); err != nil {
-				t.Fatal(err)
-			}
-			err := g.Do(ctx, term(7), func(tx *sqlitefence.Tx) error {
-				if _, err := tx.ExecContext(ctx, "INSERT INTO loot (item) VALUES ('before')"); err != nil {
-					return err
-				}
-				later, err := tx.PrepareContext(ctx, "INSERT INTO loot (item) VALUES ('prepared')")
-				if err != nil {
-					return err
-				}
-				_, err = tx.ExecContext(ctx, end)
-				t.Log("end:", err)
-				_, err = tx.ExecContext(ctx, "INSERT INTO loot (item) VALUES ('after')")
-				wantIs(t, err, sqlitefence.ErrEnded)
-				_, err = later.ExecContext(ctx)
-				t.Log("prepared:", err)
-				var id int
-				err = tx.QueryRowContext(ctx, "INSERT INTO loot (item) VALUES ('returning') RETURNING id").Scan(&id)
-				t.Log("returning:", err)
-				return nil // fn swallows everything
-			})
-			wantIs(t, err, sqlitefence.ErrEnded)
-			wantLoot(t, g, "taken")
-			if _, err := g.Exec(ctx, term(7), "INSERT INTO loot (item) VALUES ('next')"); err != nil {
-				t.Fatal("the guard is of no use any more:", err)
-			}
-			wantLoot(t, g, "taken", "next")
-		})
+func TestDBRefusesWrites(t *testing.T) {
+	g, _ := open(t)
+	if _, err := g.DB().ExecContext(bounded(t), "INSERT INTO loot (item) VALUES ('around the fence')"); !errors.Is(err, sqlite3.READONLY) {
+		t.Fatalf("got %v, want that this connection is read-only", err)
+	}
+	wantLoot(t, g)
+}
+
+func TestNewestAndNames(t *testing.T) {
+	g, _ := open(t)
+	ctx := bounded(t)
+	if rec, err := g.Newest(ctx, "boss/1"); rec != (fence.Record{}) || err != nil {
+		t.Fatal(rec, err)
+	}
+	a, b := term(7), term(8)
+	a.Election, b.Election = "b", "a"
+	a.Nonce, a.Cluster = 1<<64-1, 1<<63
+	if err := g.Advance(ctx, a, b); err != nil {
+		t.Fatal(err)
+	}
+	if rec, err := g.Newest(ctx, "b"); rec != (fence.Record{Token: 7, Nonce: 1<<64 - 1, Cluster: 1 << 63}) || err != nil {
+		t.Fatal(rec, err)
+	}
+	if names, err := g.Names(ctx); err != nil || !slices.Equal(names, []string{"a", "b"}) {
+		t.Fatal(names, err)
 	}
 }
 
-func TestBasics(t *testing.T) {
+// Both kinds of waiting end with the context, whose error is the caller's, not SQLite's: for the turn within the
+// process, and for the lock that another guard on the file (as in another process) holds.
+func TestWaitingEndsWithTheContext(t *testing.T) {
 	g, path := open(t)
-	ctx := bounded(t)
-	_, err := g.Exec(ctx, term(7), "INSERT INTO loot (item) VALUES ('a')")
-	wantIs(t, err, fence.ErrFenced)
+	other := reopen(t, path)
 	advance(t, g, 7)
-	if _, err := g.Exec(ctx, term(7), "INSERT INTO loot (item) VALUES (?)", "a"); err != nil {
+	if err := g.Do(bounded(t), term(7), func(*sqlitefence.Tx) error {
+		for name, waiting := range map[string]*sqlitefence.Guard{"same process": g, "another": other} {
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+			defer cancel()
+			for op, err := range map[string]error{
+				"Advance": waiting.Advance(ctx, term(8)),
+				"Do":      waiting.Do(ctx, term(7), func(*sqlitefence.Tx) error { t.Error("fn ran"); return nil }),
+			} {
+				if !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, sqlite3.BUSY) {
+					t.Errorf("%s, %s: %v", name, op, err)
+				}
+			}
+			if n, err := waiting.Newest(context.Background(), "boss/1"); n.Token != 7 || err != nil {
+				t.Errorf("%s: reading must not wait for writers: %v, %v", name, n, err)
+			}
+		}
+		return nil
+	}); err != nil {
 		t.Fatal(err)
 	}
-	advance(t, g, 8)
-	_, err = g.Exec(ctx, term(7), "INSERT INTO loot (item) VALUES ('b')")
-	wantIs(t, err, fence.ErrFenced)
-	t.Log(err)
-	wantLoot(t, g, "a")
-	res, first, err := g.Once(ctx, term(8), "k", func(tx *sqlitefence.Tx) ([]byte, error) {
-		_, err := tx.ExecContext(ctx, "INSERT INTO loot (item) VALUES ('once')")
-		return []byte("r"), err
-	})
-	t.Log(string(res), first, err)
-	g2 := reopen(t, path)
-	res, first, err = g2.Once(ctx, term(8), "k", nil)
-	t.Log(string(res), first, err)
-	rec, err := g2.Newest(ctx, "boss/1")
-	t.Logf("%+v %v", rec, err)
-	names, err := g2.Names(ctx)
-	t.Log(names, err)
+}
+
+func TestOneStatementThatFailsIsTheStoresOwnError(t *testing.T) {
+	g, _ := open(t)
+	advance(t, g, 7)
+	_, err := g.Exec(bounded(t), term(7), "INSERT INTO nowhere VALUES (1)")
+	if err == nil || errors.Is(err, fence.ErrFenced) || errors.Is(err, fence.ErrUnknown) {
+		t.Fatal(err)
+	}
+	res, err := g.Exec(bounded(t), term(7), "INSERT INTO loot (item) VALUES (?)", "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, err := res.RowsAffected(); n != 1 || err != nil {
+		t.Fatal(n, err)
+	}
 }
