@@ -80,6 +80,7 @@ var onceCases = []testCase{
 			got, first, err := e.Once(e.ctx, boss(7), "kill", func(put func(key, value string) error) ([]byte, error) {
 				runs.Add(1)
 				waitFor(all, patience)
+				waitFor(nil, patience/10) // and they get somewhere
 				return []byte(fmt.Sprint("call ", i)), put("loot", fmt.Sprint("call ", i))
 			})
 			e.step("call %d returned %q, first=%v: %s", i, got, first, result(err))
