@@ -196,9 +196,10 @@ func TestLink(t *testing.T) {
 		}
 		silent(t, server)
 	})
-	t.Run("ACutReturnsThoughTheReceiverDoesNotRead", func(t *testing.T) {
-		client, _, to, _ := pipe(t)
-		go client.Write(make([]byte, 32<<20)) // ends with the test's connection
+	t.Run("ACutReturnsThoughTheReceiverDoesNotReadAndLosesNothing", func(t *testing.T) {
+		const size = 32 << 20
+		client, server, to, _ := pipe(t)
+		go client.Write(make([]byte, size))
 		deadline := time.Now().Add(300 * time.Millisecond)
 		for time.Now().Before(deadline) {
 			began := time.Now()
@@ -207,6 +208,40 @@ func TestLink(t *testing.T) {
 				t.Fatalf("cutting took %v", took)
 			}
 			heal(to)
+		}
+		if n, err := io.CopyN(io.Discard, server, size); err != nil {
+			t.Fatalf("after %d bytes: %v", n, err)
+		}
+	})
+	t.Run("UnderACutTheServerHearsOfNoConnection", func(t *testing.T) {
+		to, from, dialed := newGate(), newGate(), make(chan struct{}, 1)
+		l, err := newLink(
+			func() (net.Conn, error) { dialed <- struct{}{}; return nil, errStopped },
+			func(c net.Conn) (int, net.Conn, *gate, *gate, error) { return 0, c, to, from, nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.close()
+		cut(to)
+		client, err := dialTCP(l.addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer client.Close()
+		silent(t, client)
+		select {
+		case <-dialed:
+			t.Fatal("the server was dialed")
+		default:
+		}
+		// The refusal is held back as well.
+		cut(from)
+		heal(to)
+		<-dialed
+		silent(t, client)
+		heal(from)
+		if _, err := client.Read(make([]byte, 1)); err == nil || isTimeout(err) {
+			t.Fatalf("the refusal did not come: %v", err)
 		}
 	})
 	t.Run("TheEndOfAStreamIsHeldBackToo", func(t *testing.T) {
