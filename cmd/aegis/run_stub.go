@@ -1,0 +1,5 @@
+package main
+
+const watchdogArg = "watchdog"
+
+func watchdog() int { return 1 }
