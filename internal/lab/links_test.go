@@ -169,9 +169,11 @@ func TestLink(t *testing.T) {
 			}
 		})
 		for range 200 {
+			for seen := dst.n.Load(); dst.n.Load() == seen; { // it writes
+				runtime.Gosched()
+			}
 			cut(g)
 			before := dst.n.Load()
-			runtime.Gosched()
 			time.Sleep(100 * time.Microsecond) // the time in which a byte might pass, not a wait for something
 			if after := dst.n.Load(); after != before {
 				t.Fatalf("%d bytes passed", after-before)
