@@ -149,6 +149,10 @@ func (t *tx) put(r *pb.PutRequest) *pb.PutResponse {
 		Key: r.Key, Value: r.Value, Lease: r.Lease,
 		CreateRevision: rev, ModRevision: rev, Version: 1,
 	}
+	if old == nil && (r.IgnoreValue || r.IgnoreLease) {
+		// checkOverlap lets a deletion without end pass, so it can take away what checkPutNow has seen.
+		panic("etcdsim: etcd 3.7.3 crashes on this transaction, and again at every start")
+	}
 	if old != nil {
 		kv.CreateRevision, kv.Version = old.CreateRevision, old.Version+1
 		if r.IgnoreValue {
@@ -229,6 +233,10 @@ func (s *store) read(r *pb.RangeRequest, newest int64) (*pb.RangeResponse, error
 	if r.CountOnly {
 		return resp, nil
 	}
+	filtered := r.MinModRevision != 0 || r.MaxModRevision != 0 || r.MinCreateRevision != 0 || r.MaxCreateRevision != 0
+	if !filtered && inKeyOrder(r.SortTarget, r.SortOrder) && r.Limit > 0 && int64(len(kvs)) > r.Limit+1 {
+		kvs = kvs[:r.Limit+1] // before it sorts, though a target without an order is sorted all the same
+	}
 	kvs = slices.DeleteFunc(kvs, func(kv *mvccpb.KeyValue) bool {
 		return r.MaxModRevision != 0 && kv.ModRevision > r.MaxModRevision ||
 			r.MinModRevision != 0 && kv.ModRevision < r.MinModRevision ||
@@ -259,7 +267,7 @@ func sortKVs(kvs []*mvccpb.KeyValue, r *pb.RangeRequest) {
 	if r.SortTarget != pb.RangeRequest_KEY && order == pb.RangeRequest_NONE {
 		order = pb.RangeRequest_ASCEND
 	}
-	if order == pb.RangeRequest_NONE || r.SortTarget == pb.RangeRequest_KEY && order == pb.RangeRequest_ASCEND {
+	if inKeyOrder(r.SortTarget, order) {
 		return
 	}
 	by := &sorter{kvs: kvs}
@@ -280,6 +288,10 @@ func sortKVs(kvs []*mvccpb.KeyValue, r *pb.RangeRequest) {
 	} else {
 		sort.Sort(by)
 	}
+}
+
+func inKeyOrder(by pb.RangeRequest_SortTarget, order pb.RangeRequest_SortOrder) bool {
+	return order == pb.RangeRequest_NONE || by == pb.RangeRequest_KEY && order == pb.RangeRequest_ASCEND
 }
 
 type sorter struct {
