@@ -25,7 +25,6 @@ type Cluster struct {
 	mu   sync.Mutex
 	loop loop
 
-	epoch     time.Time // origin of the server's ticks
 	up        bool
 	started   chan struct{} // closed while the server is up
 	clusterID uint64
@@ -193,14 +192,16 @@ func (c *Cluster) header(rev int64) *pb.ResponseHeader {
 	return &pb.ResponseHeader{ClusterId: c.clusterID, MemberId: memberID, Revision: rev, RaftTerm: c.term}
 }
 
-// tick returns the first of the server's ticks that is not before t. c.mu must be held.
+// tick returns the first of the server's ticks that is not before t. Ticks have an odd phase, so that what tests do
+// at round times does not fall on them.
 func (c *Cluster) tick(t time.Time, every time.Duration) time.Time {
 	if every <= 0 {
 		return t
 	}
-	if c.epoch.IsZero() {
-		c.epoch = time.Now()
+	const phase = 137 * time.Millisecond
+	since := time.Duration(t.Add(-phase).UnixNano()) % every
+	if since == 0 {
+		return t
 	}
-	n := (t.Sub(c.epoch) + every - 1) / every
-	return c.epoch.Add(n * every)
+	return t.Add(every - since)
 }

@@ -40,7 +40,7 @@ func TestAnswersAsEtcdDoes(t *testing.T) {
 		t.Run(fmt.Sprintf("Seed%d", s), func(t *testing.T) {
 			replay := fmt.Sprintf("go test ./internal/etcdsim -run TestAnswersAsEtcdDoes -seed %d -steps %d", s, *steps)
 			t.Logf("seed %d", s)
-			real := newRun(embedded(t), s)
+			real := newRun(embedded(t)(), s)
 			real.all(*steps)
 			var sim *run
 			synctest.Test(t, func(t *testing.T) {
@@ -75,8 +75,8 @@ func difference(etcd, simulator string) string {
 	return fmt.Sprintf("%s\n…\netcd:\n%s\n\nsimulator:\n%s", a[0], show(a), show(b))
 }
 
-// embedded returns a client of a fresh etcd at revision 1.
-func embedded(t *testing.T) *clientv3.Client {
+// embedded starts an etcd, fresh and at revision 1, and returns what makes clients of it.
+func embedded(t *testing.T) (dial func() *clientv3.Client) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "etcdsim") // not t.TempDir: etcd may still write when that is removed
 	if err != nil {
@@ -93,17 +93,19 @@ func embedded(t *testing.T) *clientv3.Client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cli, err := clientv3.New(clientv3.Config{Endpoints: []string{socket.String()}, Logger: zap.NewNop()})
-	if err != nil {
-		t.Fatal(err)
-	}
 	t.Cleanup(func() {
-		_ = cli.Close()
 		e.Close()
 		_ = os.RemoveAll(dir)
 	})
 	<-e.Server.ReadyNotify()
-	return cli
+	return func() *clientv3.Client {
+		cli, err := clientv3.New(clientv3.Config{Endpoints: []string{socket.String()}, Logger: zap.NewNop()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = cli.Close() })
+		return cli
+	}
 }
 
 // run is one pass over a sequence of operations that depends on the seed alone.
@@ -132,13 +134,16 @@ func (r *run) all(n int) {
 	for range n {
 		r.step()
 	}
-	time.Sleep(500 * time.Millisecond) // for the watches
+	settle(500 * time.Millisecond) // for the watches
 	for i, w := range r.watches {
 		w.cancel()
 		<-w.done
 		r.log = append(r.log, fmt.Sprintf("watch %d: %s\n%s", i, w.what, strings.Join(w.seen, "\n")))
 	}
 }
+
+// settle lets a real etcd do what nothing tells of: that a watch has nothing more to say.
+func settle(d time.Duration) { <-time.After(d) }
 
 func (r *run) step() {
 	ctx := context.Background()
@@ -205,12 +210,12 @@ func (r *run) step() {
 	case p < 99:
 		if len(r.watches) > 0 {
 			w := r.watches[r.rnd.IntN(len(r.watches))]
-			time.Sleep(50 * time.Millisecond) // it may see what was before
+			settle(50 * time.Millisecond) // it may see what was before
 			w.cancel()
 			<-w.done
 		}
 	default:
-		time.Sleep(50 * time.Millisecond) // watches look previous values up when they deliver
+		settle(50 * time.Millisecond) // watches look previous values up when they deliver
 		g, err := r.cli.Compact(ctx, max(0, r.rev-int64(r.rnd.IntN(40))+2))
 		r.record("compact", (*pb.CompactionResponse)(g), err)
 	}
@@ -423,7 +428,7 @@ func (r *run) watch() {
 	}()
 	r.watches = append(r.watches, w)
 	if rev != 0 {
-		time.Sleep(150 * time.Millisecond) // until it has seen the past, before a compaction can take that away
+		settle(150 * time.Millisecond) // until it has seen the past, before a compaction can take that away
 	}
 }
 
