@@ -126,4 +126,3 @@ func oneLine(err error) string {
 	msg = strings.ReplaceAll(msg, ": aegis: ", ": ")
 	return strings.ReplaceAll(msg, "; aegis: ", "; ")
 }
-

@@ -19,7 +19,7 @@ func Main(args []string) (code int) {
 			code = exitFailure
 		}
 	}()
-	if len(args) > 0 && args[0] == watchdogArg {
+	if os.Args[0] == watchdogName {
 		return watchdog()
 	}
 	o := &options{}

@@ -1,5 +1,0 @@
-package main
-
-const watchdogArg = "watchdog"
-
-func watchdog() int { return 1 }
