@@ -58,8 +58,12 @@ type Guard struct {
 	w    *sql.DB       // the one writing connection, behind gate
 	r    *sql.DB       // query_only
 	gate gate
+	seek *sql.Stmt // on w: the record of a name
 
-	stale bool // guarded by turn: fn had the writing connection outside its transaction, whatever it did there
+	// Guarded by turn:
+	stale   bool      // fn had the writing connection outside its transaction, whatever it did there
+	busy    time.Time // when this process began to write without a pause
+	resting time.Time // when its last transaction ended
 }
 
 var _ fence.Guard = (*Guard)(nil)
@@ -99,7 +103,8 @@ func Open(path string, cfg Config) (*Guard, error) {
 	}
 	g.r.SetMaxOpenConns(cfg.Readers)
 	g.r.SetMaxIdleConns(cfg.Readers)
-	if err := errors.Join(g.w.PingContext(ctx), g.r.PingContext(ctx)); err != nil {
+	g.seek, err = g.w.PrepareContext(ctx, seekRecord)
+	if err := errors.Join(err, g.r.PingContext(ctx)); err != nil {
 		g.Close()
 		return nil, explain(path, err)
 	}
@@ -130,14 +135,9 @@ func (g *Guard) Setup(ctx context.Context, script string) error {
 // Advance makes the guard take the terms' tokens, all of them or none, in a transaction of its own: see
 // [fence.Guard]. Errors: those of [fence.Record.Advance], [fence.ErrUnknown], ctx's, or SQLite's.
 func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
-	for _, t := range terms { // before anything waits for a lock
-		if err := fence.ValidToken(t.Token); err != nil {
-			return fmt.Errorf("sqlitefence: advance %q: %w", t.Election, err)
-		}
-	}
 	return g.write(ctx, func(tx *sql.Tx) error {
 		for _, t := range terms {
-			old, err := record(ctx, tx, t.Election)
+			old, err := g.record(ctx, tx, t.Election)
 			if err != nil {
 				return err
 			}
@@ -165,14 +165,11 @@ func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
 // [fence.ErrForeignCluster], before fn runs; [ErrEnded]; SQLite's own: in all these cases nothing was written. Only
 // [fence.ErrUnknown] leaves that open: the disk failed during the commit.
 func (g *Guard) Do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) error {
-	if err := fence.ValidToken(t.Token); err != nil {
-		return fmt.Errorf("sqlitefence: write %q: %w", t.Election, err)
-	}
 	return g.write(ctx, func(tx *sql.Tx) error {
-		if err := admit(ctx, tx, t); err != nil {
+		if err := g.admit(ctx, tx, t); err != nil {
 			return err
 		}
-		return fn(&Tx{tx: tx, gate: &g.gate})
+		return fn(&Tx{tx: tx, g: g})
 	})
 }
 
@@ -190,7 +187,7 @@ func (g *Guard) Exec(ctx context.Context, t fence.Term, query string, args ...an
 
 // Newest returns what the guard has taken for the name; the zero Record if it has taken nothing.
 func (g *Guard) Newest(ctx context.Context, name string) (fence.Record, error) {
-	return record(ctx, g.r, name)
+	return scanRecord(name, g.r.QueryRowContext(ctx, seekRecord, name))
 }
 
 // Names returns the names for which the guard has taken a token, sorted by their bytes.
@@ -221,6 +218,8 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 	}
 	defer func() { <-g.turn }()
 
+	g.rest(ctx)
+	defer func() { g.resting = time.Now() }()
 	tx, err := g.begin(ctx)
 	if err != nil {
 		if ctx.Err() != nil {
@@ -252,6 +251,20 @@ func (g *Guard) begin(ctx context.Context) (*sql.Tx, error) {
 		g.stale = false
 	}
 	return g.w.BeginTx(ctx, nil) // BEGIN IMMEDIATE is the driver's default
+}
+
+// rest makes SQLite's lock fair between processes. Who waits for it polls, and a process that takes it again at once,
+// its writers standing in line, leaves the others no moment to find it free. So a process that has written for
+// mostBusy lets go for one rest, which is a few polls long.
+func (g *Guard) rest(ctx context.Context) {
+	const mostBusy, rest = 50 * time.Millisecond, 500 * time.Microsecond
+	now := time.Now()
+	if now.Sub(g.resting) >= rest {
+		g.busy = now
+	} else if now.Sub(g.busy) >= mostBusy {
+		sleep(ctx, rest)
+		g.busy = time.Now()
+	}
 }
 
 func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {

@@ -146,9 +146,14 @@ func connect(c *sqlite3.Conn, scripts ...string) error {
 	return nil
 }
 
-// poll is the busy handler: SQLite on Linux has no lock to sleep on.
+// poll is the busy handler, with the context of the call: SQLite has no lock to sleep on.
 func poll(ctx context.Context, _ int) (retry bool) {
-	timer := time.NewTimer(time.Duration(100+rand.IntN(200)) * time.Microsecond)
+	return sleep(ctx, time.Duration(100+rand.IntN(200))*time.Microsecond)
+}
+
+// sleep reports whether ctx outlived it.
+func sleep(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
@@ -170,20 +175,29 @@ func scalar(c *sqlite3.Conn, query string) (string, error) {
 	return stmt.ColumnText(0), nil
 }
 
-type querier interface {
-	QueryRowContext(ctx context.Context, query string, args ...any) *sql.Row
+const seekRecord = "SELECT token, nonce, cluster FROM aegis_fence WHERE name = ?"
+
+func (g *Guard) record(ctx context.Context, tx *sql.Tx, name string) (fence.Record, error) {
+	return scanRecord(name, tx.StmtContext(ctx, g.seek).QueryRowContext(ctx, name))
 }
 
-func record(ctx context.Context, q querier, name string) (fence.Record, error) {
+func scanRecord(name string, row *sql.Row) (fence.Record, error) {
 	var token, nonce, cluster int64
-	err := q.QueryRowContext(ctx, "SELECT token, nonce, cluster FROM aegis_fence WHERE name = ?", name).Scan(&token, &nonce, &cluster)
-	if errors.Is(err, sql.ErrNoRows) {
+	switch err := row.Scan(&token, &nonce, &cluster); {
+	case errors.Is(err, sql.ErrNoRows):
 		return fence.Record{}, nil
-	}
-	if err != nil {
+	case err != nil:
 		return fence.Record{}, fmt.Errorf("sqlitefence: read the fence of %q: %w", name, err)
 	}
 	return fence.Record{Token: token, Nonce: uint64(nonce), Cluster: uint64(cluster)}, nil
+}
+
+func (g *Guard) admit(ctx context.Context, tx *sql.Tx, t fence.Term) error {
+	rec, err := g.record(ctx, tx, t.Election)
+	if err != nil {
+		return err
+	}
+	return rec.Admit(t)
 }
 
 func setRecord(ctx context.Context, tx *sql.Tx, t fence.Term, r fence.Record) error {
@@ -191,12 +205,4 @@ func setRecord(ctx context.Context, tx *sql.Tx, t fence.Term, r fence.Record) er
 		SET token = ?2, nonce = ?3, cluster = ?4, node = ?5, at = ?6`
 	_, err := tx.ExecContext(ctx, upsert, t.Election, r.Token, int64(r.Nonce), int64(r.Cluster), string(t.Node), now())
 	return err
-}
-
-func admit(ctx context.Context, tx *sql.Tx, t fence.Term) error {
-	rec, err := record(ctx, tx, t.Election)
-	if err != nil {
-		return err
-	}
-	return rec.Admit(t)
 }

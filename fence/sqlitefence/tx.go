@@ -33,8 +33,8 @@ func (g *gate) rolledBack() { g.ended.Store(true) }
 //
 // Once the transaction was ended inside fn, its methods return [ErrEnded], and SQLite refuses whatever else is tried.
 type Tx struct {
-	tx   *sql.Tx
-	gate *gate
+	tx *sql.Tx
+	g  *Guard
 }
 
 // ExecContext executes a statement, or several if there are no args.
@@ -72,11 +72,11 @@ func (t *Tx) Admit(ctx context.Context, term fence.Term) error {
 	if err := t.live(); err != nil {
 		return err
 	}
-	return admit(ctx, t.tx, term)
+	return t.g.admit(ctx, t.tx, term)
 }
 
 func (t *Tx) live() error {
-	if t.gate.ended.Load() {
+	if t.g.gate.ended.Load() {
 		return fmt.Errorf("sqlitefence: %w", ErrEnded)
 	}
 	return nil
