@@ -58,6 +58,7 @@ type slot struct {
 	lease   clientv3.LeaseID // that the candidate key is under
 	created int64            // CreateRevision of that key once it is known
 	led     *Leadership      // the latest, until its key is known to be gone
+	gone    int64            // ModRevision of that key, until the view has seen it go
 }
 
 // begin claims the election for one call of Campaign, Await or Run. The context returned also ends when the node
@@ -101,7 +102,7 @@ func (e *Election) begin(ctx context.Context) (_ context.Context, done func(), e
 
 // dropIdle forgets a slot that says nothing any more. n.mu is held.
 func (n *Node) dropIdle(name string) {
-	if s := n.slots[name]; s != nil && !s.busy && s.nonce == 0 && !s.waiting && s.led == nil {
+	if s := n.slots[name]; s != nil && !s.busy && s.nonce == 0 && !s.waiting && s.led == nil && s.gone == 0 {
 		delete(n.slots, name)
 	}
 }

@@ -14,8 +14,9 @@ import (
 )
 
 // register writes the node key under l: created if absent, replaced if it is this process's own of an earlier lease.
-// Each registration is a new incarnation. It also checks that etcd is the cluster that wrote the other keys.
-func (n *Node) register(ctx context.Context, l *lease, cluster uint64) error {
+// Each registration is a new incarnation. Another process's node key is returned and left alone. It also checks that
+// etcd is the cluster that wrote the other keys.
+func (n *Node) register(ctx context.Context, l *lease, cluster uint64) (other *mvccpb.KeyValue, err error) {
 	key := n.keys.node(n.cfg.ID)
 	n.mu.Lock()
 	expected := n.incarnation
@@ -40,25 +41,25 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) error {
 		}
 		cancel()
 		if err != nil {
-			return fmt.Errorf("register %s: %w", key, err)
+			return nil, fmt.Errorf("register %s: %w", key, err)
 		}
 		if err := n.sameEtcd(resp.Header, before); err != nil {
 			n.halt(l, err)
-			return err
+			return nil, err
 		}
 		n.cluster.CompareAndSwap(0, cluster)
 		switch {
 		case n.cfg.Unlisted:
-			return n.checkCluster(resp.Responses[0].GetResponseRange().GetKvs(), clusterID)
+			return nil, n.checkCluster(resp.Responses[0].GetResponseRange().GetKvs(), clusterID)
 		case resp.Succeeded:
 			if err := n.checkCluster(resp.Responses[1].GetResponseTxn().GetResponses()[0].GetResponseRange().GetKvs(), clusterID); err != nil {
-				return err
+				return nil, err
 			}
 			l.incarnation = resp.Header.Revision
 			n.mu.Lock()
 			n.incarnation = l.incarnation
 			n.mu.Unlock()
-			return nil
+			return nil, nil
 		}
 		kvs := resp.Responses[0].GetResponseRange().Kvs
 		switch {
@@ -67,10 +68,7 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) error {
 		case n.ownLease(clientv3.LeaseID(kvs[0].Lease)) || clientv3.LeaseID(kvs[0].Lease) == l.id:
 			expected = kvs[0].ModRevision // of an attempt of ours whose answer was lost
 		default:
-			if err := n.waitOut(ctx, kvs[0]); err != nil {
-				return err
-			}
-			expected = 0
+			return kvs[0], nil
 		}
 	}
 }

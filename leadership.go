@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -36,10 +35,10 @@ type Leadership struct {
 
 	ended   atomic.Bool
 	handed  atomic.Bool // the guards have taken the term
-	yielded atomic.Bool // its work is over: the key may go
+	yielded atomic.Bool // its work is over and its release has failed: the sweep is to take the key
 
-	mu       sync.Mutex // serializes releases
-	released bool       // under mu
+	turn     chan struct{} // holds one token: serializes releases
+	released atomic.Bool   // the key is known to be gone or another's
 	asked    atomic.Pointer[handover]
 }
 
@@ -47,7 +46,7 @@ type Leadership struct {
 type handover struct{ to NodeID }
 
 func newLeadership(ctx context.Context, e *Election, l *lease, mod int64, offset offsetEntry, term Term) *Leadership {
-	led := &Leadership{Term: term, term: term, e: e, lease: l, mod: mod, offset: offset}
+	led := &Leadership{Term: term, term: term, e: e, lease: l, mod: mod, offset: offset, turn: make(chan struct{}, 1)}
 	led.ctx, led.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 	return led
 }
@@ -171,16 +170,23 @@ func (l *Leadership) end(reason error) {
 // release deletes the term's key, or hands it to a successor, if it is still this term's. The term must have ended and
 // its work must be over: from here on the key is unclaimed, and should release fail, the sweep takes it.
 func (l *Leadership) release(ctx context.Context, to NodeID) error {
-	l.yielded.Store(true)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.released {
-		return nil
+	n := l.e.node
+	defer func() {
+		if !l.released.Load() && !l.yielded.Swap(true) {
+			n.reconcileOne(l.term.Election)
+		}
+	}()
+	select {
+	case l.turn <- struct{}{}:
+		defer func() { <-l.turn }()
+	case <-ctx.Done():
 	}
-	if err := ctx.Err(); err != nil {
+	switch {
+	case l.released.Load():
+		return nil
+	case ctx.Err() != nil:
 		return l.unreleased(context.Cause(ctx))
 	}
-	n := l.e.node
 	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 	defer cancel()
 	var refused error
@@ -204,7 +210,6 @@ func (l *Leadership) release(ctx context.Context, to NodeID) error {
 	resp, err := n.cli.Txn(ctx).If(l.Cmp()).
 		Then(clientv3.OpDelete(n.keys.leader(l.term.Election)), clientv3.OpPut(n.keys.term(l.term.Election), encode(record))).Commit()
 	if err != nil {
-		n.reconcileOne(l.term.Election)
 		return errors.Join(refused, l.unreleased(err))
 	}
 	if resp.Succeeded {
@@ -259,13 +264,15 @@ func (l *Leadership) handOver(ctx context.Context, to NodeID) (bool, error) {
 	return false, errors.New("it is not waiting any more, or the term was over")
 }
 
-// gone notes that the key is not this term's any more; how is set when this process released it. l.mu is held.
+// gone notes that the key is not this term's any more; how is set when this process released it.
 func (l *Leadership) gone(how string) {
-	l.released = true
+	if l.released.Swap(true) {
+		return
+	}
 	n := l.e.node
 	n.mu.Lock()
 	if s := n.slots[l.term.Election]; s != nil && s.led == l {
-		s.led = nil
+		s.led, s.gone = nil, l.mod
 		n.dropIdle(l.term.Election)
 	}
 	n.mu.Unlock()

@@ -19,8 +19,8 @@ import (
 // returns, or to the lease. Otherwise etcd's own: what could not be deleted runs out with the lease. It is idempotent
 // and may be repeated after an error. The node is of no further use.
 func (n *Node) Leave(ctx context.Context) error {
-	n.leaveMu.Lock()
-	defer n.leaveMu.Unlock()
+	n.leaveTurn <- struct{}{} // for TTL/3 and what the other call's ctx allows, at most
+	defer func() { <-n.leaveTurn }()
 	if n.left {
 		return nil
 	}

@@ -1,6 +1,7 @@
 package aegis
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -105,11 +106,11 @@ type Node struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup // goroutines that end with ctx
 
-	leaving context.Context // ends when Leave is called
-	leave   context.CancelCauseFunc
-	calls   sync.WaitGroup // calls of Campaign, Await and Run under way
-	leaveMu sync.Mutex     // serializes Leave
-	left    bool           // under leaveMu
+	leaving   context.Context // ends when Leave is called
+	leave     context.CancelCauseFunc
+	calls     sync.WaitGroup // calls of Campaign, Await and Run under way
+	leaveTurn chan struct{}  // holds one token: serializes Leave
+	left      bool           // by whoever has the turn
 
 	mu          sync.Mutex
 	lease       *lease                      // the present one; nil while there is none
@@ -146,7 +147,7 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 	host, _ := os.Hostname()
 	n := &Node{cli: cli, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
 		events: newEvents(cfg.Logger, cfg.OnEvent),
-		ready:  make(chan struct{}), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
+		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
 	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
 	n.leaving, n.leave = context.WithCancelCause(context.Background())
 	n.view = newView(cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
@@ -200,19 +201,27 @@ func (n *Node) detached(ctx context.Context) (context.Context, context.CancelFun
 
 // openLease grants a lease and registers the node under it.
 func (n *Node) openLease(ctx context.Context) (*lease, error) {
-	tctx, cancel := context.WithTimeout(ctx, max(n.callTimeout(), 5*time.Second))
-	defer cancel()
-	start := clock.Start(n.clk)
-	resp, err := n.cli.Grant(tctx, int64(n.cfg.TTL/time.Second))
-	if err != nil {
-		return nil, fmt.Errorf("grant a lease: %w", err)
+	for {
+		tctx, cancel := context.WithTimeout(ctx, max(n.callTimeout(), 5*time.Second))
+		start := clock.Start(n.clk)
+		resp, err := n.cli.Grant(tctx, int64(n.cfg.TTL/time.Second))
+		cancel()
+		if err != nil {
+			return nil, fmt.Errorf("grant a lease: %w", err)
+		}
+		l := newLease(resp.ID, n.clk, start, time.Duration(resp.TTL)*time.Second, n.cfg.Margin, n.leaseEnded)
+		other, err := n.register(ctx, l, resp.GetClusterId())
+		if err == nil && other == nil {
+			return l, nil
+		}
+		n.abandon(ctx, l, cmp.Or(err, ErrNodeIDTaken))
+		if err == nil {
+			err = n.waitOut(ctx, other)
+		}
+		if err != nil {
+			return nil, err
+		}
 	}
-	l := newLease(resp.ID, n.clk, start, time.Duration(resp.TTL)*time.Second, n.cfg.Margin, n.leaseEnded)
-	if err := n.register(ctx, l, resp.GetClusterId()); err != nil {
-		n.abandon(ctx, l, err)
-		return nil, err
-	}
-	return l, nil
 }
 
 // abandon ends a lease that was never used.

@@ -39,6 +39,10 @@ func (n *Node) reconcileOne(name string) {
 	if slot != nil {
 		led = slot.led
 	}
+	if slot != nil && slot.gone != 0 && s.rev > slot.gone && s.leader.mod != slot.gone {
+		slot.gone = 0
+		n.dropIdle(name)
+	}
 	if l := s.leader; l.mod != 0 && n.leases[l.lease] != nil && !slot.claims(s) {
 		n.sweep(n.keys.leader(name), clientv3.ModRevision, l.mod)
 	}
@@ -79,6 +83,9 @@ func (slot *slot) claims(s electionState) bool {
 	if slot.led != nil && slot.led.mod == s.leader.mod {
 		return !slot.led.yielded.Load()
 	}
+	if s.leader.mod == slot.gone {
+		return true // gone already; the view lags
+	}
 	if s.record.mod != s.leader.mod {
 		return false
 	}
@@ -118,13 +125,7 @@ func (n *Node) sweep(key string, revision func(string) clientv3.Cmp, seen int64)
 // lostKey ends the term because its key is not its own any more.
 func (l *Leadership) lostKey(reason error) {
 	l.end(reason)
-	l.e.node.spawn(func() { // not under a release that waits for etcd
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if !l.released {
-			l.gone("")
-		}
-	})
+	l.gone("")
 }
 
 // stepDown ends the term at somebody else's wish, and releases it when its work is over: Run knows when; a leadership
