@@ -44,6 +44,9 @@ func (e *Election) attempt(ctx context.Context, l *lease, candidacy int64) (led 
 
 	state := n.view.state(e.name)
 	offset, before := state.offset, state.record
+	if state.leader.mod != 0 { // the view lags: it has not seen how that term ended
+		before = termEntry{}
+	}
 	for range 4 { // more than one round only when the offset changes under our feet
 		record := n.newRecord(nonce, offset, before)
 		then := []clientv3.Op{

@@ -86,7 +86,7 @@ func (e *Election) begin(ctx context.Context) (_ context.Context, done func(), e
 		return nil, nil, self
 	}
 	s.busy = true
-	n.calls.Add(1)
+	n.calls++
 	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(n.leaving, func() { cancel(ErrLeft) })
 	return ctx, func() {
@@ -95,8 +95,10 @@ func (e *Election) begin(ctx context.Context) (_ context.Context, done func(), e
 		n.mu.Lock()
 		s.busy, s.running = false, false
 		n.dropIdle(e.name)
+		if n.calls--; n.calls == 0 && n.leaving.Err() != nil {
+			close(n.idle)
+		}
 		n.mu.Unlock()
-		n.calls.Done()
 	}, nil
 }
 

@@ -250,6 +250,7 @@ func TestOperators(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			_ = led.Resign(w.ctx)
+			time.Sleep(10 * time.Millisecond) // a's watch has shown it
 			led = w.lead(a, "boss")
 			w.await(w.ctx, b.Election("boss"))
 			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })

@@ -24,7 +24,7 @@ func (n *Node) Leave(ctx context.Context) error {
 	if n.left {
 		return nil
 	}
-	n.mu.Lock() // begin adds to calls under it
+	n.mu.Lock() // no call begins from here on
 	n.leave(ErrLeft)
 	n.mu.Unlock()
 	err := n.awaitCalls(ctx)
@@ -75,18 +75,14 @@ func (n *Node) Leave(ctx context.Context) error {
 
 // awaitCalls waits until no call of Campaign, Await or Run is under way, as long as ctx allows.
 func (n *Node) awaitCalls(ctx context.Context) error {
-	done := make(chan struct{})
-	go func() {
-		n.calls.Wait()
-		close(done)
-	}()
-	select {
-	case <-done:
+	n.mu.Lock()
+	idle := n.calls == 0
+	n.mu.Unlock()
+	if idle {
 		return nil
-	default:
 	}
 	select {
-	case <-done:
+	case <-n.idle:
 		return nil
 	case <-ctx.Done():
 		return fmt.Errorf("aegis: leave: work is still running: %w", context.Cause(ctx))

@@ -108,9 +108,9 @@ type Node struct {
 
 	leaving   context.Context // ends when Leave is called
 	leave     context.CancelCauseFunc
-	calls     sync.WaitGroup // calls of Campaign, Await and Run under way
-	leaveTurn chan struct{}  // holds one token: serializes Leave
-	left      bool           // by whoever has the turn
+	idle      chan struct{} // closed when the last call has ended after leaving
+	leaveTurn chan struct{} // holds one token: serializes Leave
+	left      bool          // by whoever has the turn
 
 	mu          sync.Mutex
 	lease       *lease                      // the present one; nil while there is none
@@ -118,6 +118,7 @@ type Node struct {
 	leases      map[clientv3.LeaseID]*lease // those whose keys may still be there
 	slots       map[string]*slot            // elections entered
 	sweeping    map[string]bool             // keys being swept
+	calls       int                         // of Campaign, Await and Run, under way
 	incarnation int64                       // ModRevision of the node key that this process wrote last
 	halted      *haltedAt                   // etcd went back
 	waiting     string                      // what the node waits for; "" when it is ready
@@ -147,7 +148,7 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 	host, _ := os.Hostname()
 	n := &Node{cli: cli, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
 		events: newEvents(cfg.Logger, cfg.OnEvent),
-		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
+		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), idle: make(chan struct{}), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
 	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
 	n.leaving, n.leave = context.WithCancelCause(context.Background())
 	n.view = newView(cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)

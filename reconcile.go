@@ -1,6 +1,7 @@
 package aegis
 
 import (
+	"context"
 	"errors"
 	"math/rand/v2"
 	"strconv"
@@ -108,7 +109,7 @@ func (n *Node) sweep(key string, revision func(string) clientv3.Cmp, seen int64)
 			n.mu.Unlock()
 		}()
 		for pause := rankPause; n.ctx.Err() == nil; pause = min(2*pause, maxPause) {
-			ctx, cancel := n.detached(n.ctx)
+			ctx, cancel := context.WithTimeout(n.ctx, n.callTimeout())
 			resp, err := n.cli.Txn(ctx).If(clientv3.Compare(revision(key), "=", seen)).Then(clientv3.OpDelete(key)).Commit()
 			cancel()
 			if err == nil {

@@ -81,13 +81,13 @@ func (e *Election) Run(ctx context.Context, fn func(context.Context, *Leadership
 // work calls fn with a context that ends with the term or with ctx.
 func (e *Election) work(ctx context.Context, led *Leadership, fn func(context.Context, *Leadership) error) error {
 	n := e.node
-	ctx, cancel := context.WithCancelCause(ctx)
+	wctx, cancel := context.WithCancelCause(led.ctx)
 	defer cancel(nil)
+	defer context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })()
 	var mu sync.Mutex
 	var overrun *time.Timer
 	returned := false
 	stop := context.AfterFunc(led.ctx, func() {
-		cancel(context.Cause(led.ctx))
 		mu.Lock()
 		defer mu.Unlock()
 		if !returned {
@@ -109,7 +109,7 @@ func (e *Election) work(ctx context.Context, led *Leadership, fn func(context.Co
 			led.lease.end(errPanicked) // never renewed again, so that the key goes though the process may live on
 		}
 	}()
-	err := fn(ctx, led)
+	err := fn(wctx, led)
 	panicked = false
 	return err
 }
