@@ -27,7 +27,8 @@ resigns and exits with 0. A term that is lost is followed by waiting again.
 With --no-wait it tries once: exit code 3 when another leads, 4 when the term is lost.`,
 		Example: `  aegis campaign boss/42 --id scene-01
   aegis campaign boss/42 --no-wait -o json`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			if err := node.validate(cmd.Flags()); err != nil {
 				return err

@@ -70,11 +70,17 @@ func (o *options) connect() (*client, error) {
 	cfg.DialOptions = []grpc.DialOption{
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: pauses, MinConnectTimeout: o.dialTimeout}),
 	}
-	if c.Client, err = clientv3.New(*cfg); err != nil {
-		return nil, fmt.Errorf("connect to etcd: %w", err)
+	if c.Client, err = clientv3.New(*cfg); err == nil {
+		o.cli = c
+		return c, nil
 	}
-	o.cli = c
-	return c, nil
+	err = fmt.Errorf("connect to etcd: %w", err)
+	if cfg.Username, cfg.Password = "", ""; timedOut(err) { // without authentication it is there to be diagnosed
+		if cli, err := clientv3.New(*cfg); err == nil {
+			o.cli = &client{cli}
+		}
+	}
+	return nil, err
 }
 
 // cluster connects for a command that asks once: ctx ends after --timeout.

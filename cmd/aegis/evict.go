@@ -27,7 +27,8 @@ most (exit code 5). The node stays a candidate, and leads again if nobody else w
 
 With --now it deletes the leader's key without asking. The leader learns of it by its watch, if etcd can reach it;
 until then it works on, beside the next leader. Only guards that have taken the next leader's token keep them apart.`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if wait <= 0 {
 				return usagef("--wait is %v; it must be more than 0", wait)

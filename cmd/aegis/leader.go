@@ -17,7 +17,8 @@ func newLeader(o *options) *cobra.Command {
 Exit code 3 when nobody leads.`,
 		Example: `  aegis leader boss/42
   node=$(aegis leader boss/42 | cut -f1)`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, cancel, cluster, err := o.cluster(cmd.Context())
 			if err != nil {

@@ -26,7 +26,8 @@ what is left of the leader's lease, who waits in which order, and how the last t
 
 What should not be (a key without a lease, one that something else wrote) is listed as a fault; with --strict
 the exit code is then 1.`,
-		Args: cobra.MaximumNArgs(1),
+		Args:              cobra.MaximumNArgs(1),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, cancel, cluster, err := o.cluster(cmd.Context())
 			if err != nil {

@@ -24,8 +24,9 @@ func newTransfer(o *options) *cobra.Command {
 		Short:   "Ask the leader to hand an election to a waiting node",
 		Long: `transfer asks the leader of the present term to stop, wait for its work, and hand the election to NODE, which must
 be waiting for it; then it waits until that has happened, --wait at most (exit code 5).`,
-		Example: `  aegis transfer boss/42 scene-02`,
-		Args:    cobra.ExactArgs(2),
+		Example:           `  aegis transfer boss/42 scene-02`,
+		Args:              cobra.ExactArgs(2),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name, to := args[0], aegis.NodeID(args[1])
 			if wait <= 0 {
@@ -83,7 +84,7 @@ func waits(infos []aegis.ElectionInfo, name string, to aegis.NodeID) error {
 	}
 	who := "nobody does"
 	if len(names) > 0 {
-		who = strings.Join(names, ", ") + " wait"
+		who = "waiting: " + strings.Join(names, ", ")
 	}
 	return exitf(exitFailure, "transfer %q to %s: it does not wait for the election; %s", name, to, who)
 }

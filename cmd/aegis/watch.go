@@ -22,7 +22,8 @@ func newWatch(o *options) *cobra.Command {
 log: terms that are over quickly may be skipped. It survives restarts of etcd.`,
 		Example: `  aegis watch boss/42
   aegis watch boss/42 -o json | jq .node`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: o.completeNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
