@@ -33,6 +33,7 @@ type lease struct {
 	trust atomic.Pointer[trust]
 	ended atomic.Bool
 	done  chan struct{} // closed when ended
+	quiet chan struct{} // closed when its goroutine is gone
 	mu    sync.Mutex    // serializes renewals and the end
 
 	cause       error // set before done is closed
@@ -46,7 +47,7 @@ type trust struct {
 }
 
 func newLease(id clientv3.LeaseID, clk clock.Clock, start clock.Mark, ttl, margin time.Duration, onEnd func(*lease, error)) *lease {
-	l := &lease{id: id, clk: clk, margin: margin, ttl: ttl, alarm: clk.NewAlarm(), onEnd: onEnd, done: make(chan struct{})}
+	l := &lease{id: id, clk: clk, margin: margin, ttl: ttl, alarm: clk.NewAlarm(), onEnd: onEnd, done: make(chan struct{}), quiet: make(chan struct{})}
 	l.trust.Store(&trust{from: start, lasts: ttl - margin})
 	l.alarm.Set(l.left())
 	go l.watchTrust()
@@ -126,6 +127,7 @@ func (l *lease) finish(reason error) {
 
 // watchTrust ends the lease when its time is up, so that contexts end without anybody calling Held.
 func (l *lease) watchTrust() {
+	defer close(l.quiet)
 	defer l.alarm.Stop()
 	for {
 		select {

@@ -69,6 +69,9 @@ func (n *Node) Leave(ctx context.Context) error {
 	n.cancel()
 	n.mu.Unlock()
 	n.wg.Wait()
+	for _, l := range leases {
+		<-l.quiet
+	}
 	n.left = err == nil
 	return err
 }

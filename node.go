@@ -231,6 +231,7 @@ func (n *Node) abandon(ctx context.Context, l *lease, reason error) {
 	ctx, cancel := n.detached(ctx)
 	defer cancel()
 	_, _ = n.cli.Revoke(ctx, l.id) // or it runs out
+	<-l.quiet
 }
 
 // install makes l the node's present lease. It returns false when the node is leaving.
@@ -321,7 +322,7 @@ func (n *Node) keep(l *lease) {
 	for {
 		n.renewUntilEnd(l)
 		for pause := 25 * time.Millisecond; ; pause = min(2*pause, maxPause) {
-			if ctx.Err() != nil {
+			if ctx.Err() != nil || n.leaving.Err() != nil { // the latter is there before ctx follows it
 				return
 			}
 			err := n.awaitRaise()

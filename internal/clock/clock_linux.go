@@ -24,6 +24,7 @@ type bootAlarm struct {
 	mu    sync.Mutex
 	file  *os.File // nil when not available or stopped
 	fd    int
+	done  chan struct{} // closed when its goroutine is gone
 }
 
 func (machine) NewAlarm() Alarm {
@@ -35,8 +36,9 @@ func (machine) NewAlarm() Alarm {
 		return a
 	}
 	file := os.NewFile(uintptr(fd), "timerfd")
-	a.file, a.fd = file, fd
+	a.file, a.fd, a.done = file, fd, make(chan struct{})
 	go func() {
+		defer close(a.done)
 		var expirations [8]byte
 		for {
 			if _, err := file.Read(expirations[:]); err != nil {
@@ -68,5 +70,6 @@ func (a *bootAlarm) Stop() {
 	if a.file != nil {
 		_ = a.file.Close()
 		a.file = nil
+		<-a.done
 	}
 }
