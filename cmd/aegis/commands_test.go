@@ -100,12 +100,24 @@ func TestStatusShowsLeaderQueueAndLastEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	won := make(chan *aegis.Leadership, 1)
+	go func() {
+		led, err := nodes[0].Election("boss").Await(ctx)
+		if err != nil {
+			t.Error(err)
+		}
+		won <- led
+	}()
+	eventually(t, "status-0 waits", func() bool {
+		c, err := nodes[0].Election("boss").Candidates(ctx)
+		return err == nil && len(c) == 1
+	})
 	if err := first.Resign(ctx); err != nil {
 		t.Fatal(err)
 	}
-	led, err := nodes[0].Election("boss").Campaign(ctx)
-	if err != nil {
-		t.Fatal(err)
+	led := <-won
+	if led == nil {
+		t.FailNow()
 	}
 	waited := make(chan struct{}, 2)
 	for i, n := range nodes[1:] {

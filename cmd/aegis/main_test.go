@@ -88,7 +88,9 @@ type process struct {
 	lines chan string // of standard output; closed at its end, when nobody holds it open any more
 	done  chan struct{}
 	mu    sync.Mutex
-	errs  bytes.Buffer
+	errs  bytes.Buffer // standard error
+
+	errsEnd chan struct{} // closed when nobody holds it open any more
 }
 
 // launch starts `aegis args…` on the shared etcd, with variables added to its environment.
@@ -101,20 +103,27 @@ func launch(env []string, args ...string) (*process, error) {
 }
 
 func launchAs(env []string, path string, args ...string) (*process, error) {
-	p := &process{cmd: exec.Command(path, args...), lines: make(chan string, 1024), done: make(chan struct{})}
-	p.cmd.Env = append(append(os.Environ(), roleEnv+"=cli", "AEGIS_ENDPOINTS="+shared.endpoint), env...)
-	p.cmd.Stderr = p
+	p := &process{cmd: exec.Command(path, args...), lines: make(chan string, 1024), done: make(chan struct{}), errsEnd: make(chan struct{})}
+	p.cmd.Env = append(append(os.Environ(), roleEnv+"=cli", "AEGIS_ENDPOINTS="+shared.endpoint, "GORACE=atexit_sleep_ms=0"), env...)
 	stdout, out, err := os.Pipe()
 	if err != nil {
 		return nil, err
 	}
 	defer out.Close()
-	p.cmd.Stdout = out
-	// Standard error is copied by a goroutine that lasts as long as anybody holds it open; it is not waited for.
-	p.cmd.WaitDelay = time.Millisecond
+	stderr, errOut, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	defer errOut.Close()
+	p.cmd.Stdout, p.cmd.Stderr = out, errOut // as files, so that Wait waits for the process, not for who inherits them
 	if err := p.cmd.Start(); err != nil {
 		return nil, err
 	}
+	go func() {
+		defer close(p.errsEnd)
+		defer stderr.Close()
+		_, _ = io.Copy(p, stderr)
+	}()
 	go func() {
 		defer close(p.lines)
 		defer stdout.Close()
@@ -213,14 +222,19 @@ func (p *process) code(t *testing.T) int {
 	return status.ExitStatus()
 }
 
-// rest waits until nobody holds standard output open, and returns what came.
+// rest waits until nobody holds standard output and error open, and returns what came of output.
 func (p *process) rest(t *testing.T) string {
 	t.Helper()
 	var out strings.Builder
 	for {
 		line, err := p.next(within)
 		if errors.Is(err, io.EOF) {
-			return out.String()
+			select {
+			case <-p.errsEnd:
+				return out.String()
+			case <-time.After(within):
+				t.Fatalf("%v: something still holds its standard error\n%s", p.cmd.Args, p.stderr())
+			}
 		}
 		if err != nil {
 			t.Fatalf("%v: something still holds its standard output: %v\nstderr: %s", p.cmd.Args, err, p.stderr())
