@@ -93,7 +93,7 @@ func New(opts ...Option) *Cluster {
 }
 
 // Client returns a real client for the machine called id. clock.From(cli.Ctx()) finds the machine's clock. Several
-// clients of one machine share its link and its clock. Close it, or the whole cluster, before the bubble ends.
+// clients of one machine share its link and its clock. Close the cluster before the bubble ends.
 func (c *Cluster) Client(id string) *clientv3.Client {
 	c.mu.Lock()
 	l := c.link(id)
@@ -119,7 +119,8 @@ func (c *Cluster) Clock(id string) *clock.Fake {
 	return c.link(id).clock
 }
 
-// Close closes all clients of all machines. It waits for the clients' goroutines.
+// Close closes all clients of all machines and waits, 300 ms, until the last of their goroutines have ended: a watch
+// that nobody reads any more goes on for a quarter of a second, and a bubble must not end before.
 func (c *Cluster) Close() {
 	c.mu.Lock()
 	var clients []*clientv3.Client
@@ -131,6 +132,7 @@ func (c *Cluster) Close() {
 	for _, cli := range clients {
 		_ = cli.Close() // context.Canceled, always
 	}
+	time.Sleep(300 * time.Millisecond)
 }
 
 // Revision returns the newest revision.

@@ -13,8 +13,8 @@
 //
 // Everything that happens later (a message that arrives, a lease that runs out) is an event on one queue, run in
 // order by one timer of Go's time package. Nothing waits in a goroutine of the simulator, so a bubble may end at any
-// moment; only clients must be closed, as always ([Cluster.Close] closes them all). Close of a client without a
-// connection returns context.Canceled: that is clientv3's way.
+// moment; only the clients must be closed, which [Cluster.Close] does. Close of a client without a connection returns
+// context.Canceled: that is clientv3's way.
 //
 // # What the simulator does not do
 //

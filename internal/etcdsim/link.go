@@ -273,11 +273,11 @@ func (c *Cluster) sendUnary(l *link, name string, req proto.Message, v Verdict, 
 		return o
 	}
 	c.travel(l, ToServer, func() {
-		if v.FailBefore != nil {
-			answer(outcome{err: v.FailBefore})
-			return
-		}
 		c.at(time.Now().Add(v.DelayRequest), func() {
+			if v.FailBefore != nil {
+				answer(outcome{err: v.FailBefore})
+				return
+			}
 			o := execute()
 			if v.Twice && c.up {
 				// The reply goes back, says Canceled, and the client sends the request again.

@@ -17,6 +17,7 @@ import (
 // TestFollowsEtcdThroughAScript compares what a random sequence reaches badly: answers that depend on time, watches
 // that are refused, told of progress or compacted away, and what a client's own end looks like.
 func TestFollowsEtcdThroughAScript(t *testing.T) {
+	t.Parallel()
 	dial := embedded(t)
 	real := script(t, dial)
 	var sim []string
@@ -146,7 +147,8 @@ func script(t *testing.T, dial func() *clientv3.Client) []string {
 	w := other.Watch(ctx, "k", clientv3.WithCreatedNotify())
 	<-w
 	_ = other.Close()
-	hear("watch of a closed client", w, while)
+	for range w { // it ends, with an error or without: clientv3 leaves that to chance
+	}
 	_, err = other.Get(ctx, "k")
 	say("get of a closed client: %s", kind(err))
 	_, err = other.KeepAliveOnce(ctx, g.ID)
