@@ -74,7 +74,7 @@ func refusal(t *testing.T, err error, token, newest fence.Token, passes bool) {
 // Many goroutines check the same tokens: each token passes once at most, the greatest passes, and no goroutine sees
 // the newest go back.
 func TestFencerUnderConcurrency(t *testing.T) {
-	const goroutines, tokens = 8, 2000
+	const goroutines, tokens = 4, 100_000
 	var f fence.Fencer
 	var passed [tokens + 1]atomic.Int32
 	var wg sync.WaitGroup

@@ -227,12 +227,11 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 		}
 		return fmt.Errorf("sqlitefence: begin: %w", err)
 	}
-	defer tx.Rollback() // nothing to do after a commit
 	g.gate.reset()
+	defer tx.Rollback() // nothing to do after a commit
+	defer func() { g.stale = g.gate.ended.Load() }()
 
-	err = fn(tx)
-	g.stale = g.gate.ended.Load()
-	if err != nil {
+	if err := fn(tx); err != nil {
 		if ctx.Err() != nil { // err is but a consequence, in the words of SQLite or database/sql
 			return fmt.Errorf("sqlitefence: the transaction was undone: %w: %w", context.Cause(ctx), err)
 		}
@@ -267,14 +266,16 @@ func (g *Guard) rest(ctx context.Context) {
 	}
 }
 
+// commit leaves it to the gate whether the transaction is the admitted one, and says what became of it.
 func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {
-	if ctx.Err() == nil && g.gate.ended.Load() {
-		return fmt.Errorf("sqlitefence: %w", ErrEnded)
-	}
+	ended := g.gate.ended.Load()
 	g.gate.asked.Store(true)
 	err := tx.Commit()
 	g.gate.asked.Store(false)
+	g.gate.ended.Store(ended) // what a failed commit undid was not fn's doing
 	switch {
+	case ended && ctx.Err() == nil:
+		return fmt.Errorf("sqlitefence: %w", ErrEnded)
 	case err == nil:
 		return nil
 	case errors.Is(err, sql.ErrTxDone), ctx.Err() != nil && errors.Is(err, ctx.Err()):
@@ -290,5 +291,5 @@ func (g *Guard) commit(ctx context.Context, tx *sql.Tx) error {
 }
 
 func (g *Guard) overdue(ctx context.Context) error {
-	return fmt.Errorf("sqlitefence: other writers held %s: %w", g.path, context.Cause(ctx))
+	return fmt.Errorf("sqlitefence: waiting for the other writers of %s: %w", g.path, context.Cause(ctx))
 }

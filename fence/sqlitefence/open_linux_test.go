@@ -16,10 +16,13 @@ import (
 func TestOpenRefusesWhatItMayNotWrite(t *testing.T) {
 	for name, c := range map[string]struct {
 		dirMode, fileMode fs.FileMode // file mode 0: no file
+		script            string
 	}{
-		"directory":                      {0o555, 0},
-		"directory with a writable file": {0o555, 0o666},
-		"file":                           {0o777, 0o444},
+		"directory":                      {0o555, 0, ""},
+		"directory with a writable file": {0o555, 0o666, "CREATE TABLE mine (x)"},
+		"file":                           {0o777, 0o444, "CREATE TABLE mine (x)"},
+		"file with the guard's tables": {0o777, 0o444, "PRAGMA journal_mode=WAL; " +
+			"CREATE TABLE aegis_meta (key TEXT, value INTEGER); INSERT INTO aegis_meta VALUES ('schema', 1)"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir, err := os.MkdirTemp("", "aegis") // t.TempDir's parents are the user's alone
@@ -29,7 +32,7 @@ func TestOpenRefusesWhatItMayNotWrite(t *testing.T) {
 			t.Cleanup(func() { os.Chmod(dir, 0o777); os.RemoveAll(dir) })
 			path := filepath.Join(dir, "file.db")
 			if c.fileMode != 0 {
-				exec(t, path, "CREATE TABLE mine (x)")
+				exec(t, path, c.script)
 				if err := os.Chmod(path, c.fileMode); err != nil {
 					t.Fatal(err)
 				}

@@ -2,6 +2,7 @@ package sqlitefence_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -85,8 +86,28 @@ func TestOpenTakesAnExistingDatabase(t *testing.T) {
 	}
 }
 
+func TestARelativePathIsThatOfTheTimeOfOpen(t *testing.T) {
+	dir := t.TempDir()
+	t.Chdir(dir)
+	g := reopen(t, "test.db")
+	advance(t, g, 7)
+	t.Chdir(t.TempDir())
+	ctx, cancel := context.WithCancel(bounded(t))
+	err := g.Do(ctx, term(7), func(*sqlitefence.Tx) error { cancel(); return nil }) // the next write connects anew
+	wantIs(t, err, context.Canceled)
+	advance(t, g, 8)
+	if rec, err := reopen(t, filepath.Join(dir, "test.db")).Newest(bounded(t), "boss/1"); rec.Token != 8 || err != nil {
+		t.Error(rec, err)
+	}
+}
+
 func TestManyOpenOneNewFileAtOnce(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "test.db")
+	for range 20 {
+		openAtOnce(t, filepath.Join(t.TempDir(), "test.db"))
+	}
+}
+
+func openAtOnce(t *testing.T, path string) {
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {

@@ -1,3 +1,5 @@
+//go:build unix
+
 package sqlitefence_test
 
 import (

@@ -12,7 +12,7 @@ import (
 // gate stands before every commit of the writing connection. SQLite calls its two methods on whatever goroutine
 // executes a statement there. One gate serves one connection at a time, whose transactions follow one another.
 type gate struct {
-	asked atomic.Bool // the guard itself is committing
+	asked atomic.Bool // the guard itself is about to commit, once
 	ended atomic.Bool // the transaction that was admitted exists no more
 }
 
@@ -22,7 +22,7 @@ func (g *gate) reset() { g.ended.Store(false) }
 //
 // asked alone would not do: after ROLLBACK; BEGIN inside fn the guard would commit a transaction that it has not
 // admitted. ended alone would not do either: a COMMIT inside fn would let the statements behind it run unguarded.
-func (g *gate) mayCommit() bool { return g.asked.Load() && !g.ended.Load() }
+func (g *gate) mayCommit() bool { return !g.ended.Load() && g.asked.CompareAndSwap(true, false) }
 
 // rolledBack is the rollback hook. SQLite calls it for each whole transaction that is undone, whoever wanted it.
 func (g *gate) rolledBack() { g.ended.Store(true) }

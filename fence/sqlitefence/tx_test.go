@@ -19,15 +19,16 @@ import (
 // must not be in the table, whether fn notices the end or not.
 func TestWhateverEndsTheTransactionInsideFnWritesNothing(t *testing.T) {
 	for name, end := range map[string]string{
-		"OR ROLLBACK":              "INSERT OR ROLLBACK INTO loot (item) VALUES ('taken')",
-		"COMMIT":                   "COMMIT",
-		"END":                      "END TRANSACTION",
-		"ROLLBACK":                 "ROLLBACK",
-		"ROLLBACK and BEGIN again": "ROLLBACK; BEGIN IMMEDIATE",
-		"ROLLBACK and SAVEPOINT":   "ROLLBACK; SAVEPOINT a",
-		"ROLLBACK and more":        "ROLLBACK; INSERT INTO loot (item) VALUES ('more')",
-		"ROLLBACK TO and COMMIT":   "SAVEPOINT a; ROLLBACK TO a; RELEASE a; COMMIT",
-		"RAISE in a trigger":       "INSERT INTO loot (item) VALUES ('cursed')",
+		"OR ROLLBACK":                 "INSERT OR ROLLBACK INTO loot (item) VALUES ('taken')",
+		"COMMIT":                      "COMMIT",
+		"END":                         "END TRANSACTION",
+		"ROLLBACK":                    "ROLLBACK",
+		"ROLLBACK and BEGIN again":    "ROLLBACK; BEGIN IMMEDIATE",
+		"ROLLBACK and SAVEPOINT":      "ROLLBACK; SAVEPOINT a",
+		"ROLLBACK and BEGIN DEFERRED": "ROLLBACK; BEGIN",
+		"ROLLBACK and more":           "ROLLBACK; INSERT INTO loot (item) VALUES ('more')",
+		"ROLLBACK TO and COMMIT":      "SAVEPOINT a; ROLLBACK TO a; RELEASE a; COMMIT",
+		"RAISE in a trigger":          "INSERT INTO loot (item) VALUES ('cursed')",
 	} {
 		t.Run(name, func(t *testing.T) {
 			g, _ := open(t)
@@ -230,6 +231,27 @@ func TestAContextThatEndsInsideFnUndoes(t *testing.T) {
 			wantIs(t, err, cause)
 			wantLoot(t, g)
 		})
+	}
+}
+
+// database/sql undoes a transaction whose context ended on a goroutine of its own, maybe when the next one has begun.
+func TestACancelledWriteDoesNotDisturbTheNext(t *testing.T) {
+	g, _ := open(t)
+	advance(t, g, 7)
+	for i := range 300 {
+		ctx, cancel := context.WithCancel(bounded(t))
+		err := g.Do(ctx, term(7), func(tx *sqlitefence.Tx) error {
+			_, err := tx.ExecContext(ctx, "INSERT INTO loot (item) VALUES ('cancelled')")
+			cancel()
+			return err
+		})
+		wantIs(t, err, context.Canceled)
+		if _, err := g.Exec(bounded(t), term(7), "INSERT INTO loot (item) VALUES (?)", fmt.Sprint(i)); err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	if n := len(loot(t, g)); n != 300 {
+		t.Errorf("%d rows, want 300", n)
 	}
 }
 
