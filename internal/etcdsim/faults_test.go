@@ -10,7 +10,6 @@ import (
 
 	"aegis/internal/etcdsim"
 
-	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
@@ -58,135 +57,6 @@ func silent(t *T, w clientv3.WatchChan, d time.Duration) {
 		t.Fatalf("a silent watch says %+v", r)
 	case <-time.After(d):
 	}
-}
-
-func TestVerdicts(t *testing.T) {
-	canceled := status.Error(codes.Canceled, "a proxy gave up")
-	for name, tc := range map[string]struct {
-		v       etcdsim.Verdict
-		err     error
-		took    time.Duration
-		version int64 // of the key, at once
-		later   int64 // a minute later
-	}{
-		"ADroppedRequestHasNoEffect":      {etcdsim.Verdict{DropRequest: true}, context.DeadlineExceeded, time.Second, 0, 0},
-		"ADroppedReplyHasItsEffect":       {etcdsim.Verdict{DropReply: true}, context.DeadlineExceeded, time.Second, 1, 1},
-		"FailBeforeHasNoEffect":           {etcdsim.Verdict{FailBefore: canceled}, canceled, time.Millisecond, 0, 0},
-		"FailAfterHasItsEffect":           {etcdsim.Verdict{FailAfter: canceled}, canceled, time.Millisecond, 1, 1},
-		"TwiceIsDoneTwice":                {etcdsim.Verdict{Twice: true}, nil, 2 * time.Millisecond, 2, 2},
-		"ADelayedRequestIsLate":           {etcdsim.Verdict{DelayRequest: 300 * time.Millisecond}, nil, 301 * time.Millisecond, 1, 1},
-		"ADelayedReplyIsLate":             {etcdsim.Verdict{DelayReply: 300 * time.Millisecond}, nil, 301 * time.Millisecond, 1, 1},
-		"AHeldRequestIsDoneAfterItsCall":  {etcdsim.Verdict{DelayRequest: 10 * time.Second}, context.DeadlineExceeded, time.Second, 0, 1},
-		"AHeldRequestMayBeDoneTwiceLater": {etcdsim.Verdict{DelayRequest: 10 * time.Second, Twice: true}, context.DeadlineExceeded, time.Second, 0, 2},
-	} {
-		t.Run(name, func(t *testing.T) {
-			bubble(t, func(t *T, c *Cluster, cli *Client) {
-				on(c, "a", "Put", tc.v)
-				start := time.Now()
-				_, err := cli.Put(within(time.Second), "k", "v")
-				if !errors.Is(err, tc.err) && status.Code(err) != status.Code(tc.err) {
-					t.Errorf("error %v, want %v", err, tc.err)
-				}
-				if d := time.Since(start); d != tc.took {
-					t.Errorf("took %v, want %v", d, tc.took)
-				}
-				if v := versionOf(c, "k"); v != tc.version {
-					t.Errorf("version %d, want %d", v, tc.version)
-				}
-				c.Cut("a", etcdsim.Both) // which is nothing to a request that lies at the server
-				time.Sleep(time.Minute)
-				if v := versionOf(c, "k"); v != tc.later {
-					t.Errorf("version %d after a minute, want %d", v, tc.later)
-				}
-			})
-		})
-	}
-}
-
-func TestAppliedRunsBetweenEffectAndReply(t *testing.T) {
-	bubble(t, func(t *T, c *Cluster, cli *Client) {
-		on(c, "a", "Put", etcdsim.Verdict{Applied: func() {
-			if v := versionOf(c, "k"); v != 1 {
-				t.Errorf("version %d", v)
-			}
-			c.Cut("a", etcdsim.FromServer)
-		}})
-		_, err := cli.Put(within(time.Second), "k", "v")
-		isTimeout(t, err)
-	})
-}
-
-func TestTheHookSeesTheRequestAndMayHoldTheCallerUp(t *testing.T) {
-	bubble(t, func(t *T, c *Cluster, cli *Client) {
-		c.Intercept("a", func(call etcdsim.Call) etcdsim.Verdict {
-			txn, ok := call.Request.(*pb.TxnRequest)
-			if !ok || string(txn.Success[0].GetRequestPut().GetKey()) != "k" || call.Machine != "a" || call.Attempt != 1 {
-				t.Errorf("call %+v", call)
-			}
-			time.Sleep(time.Hour) // a pause between check and write
-			return etcdsim.Verdict{}
-		})
-		start := time.Now()
-		must(cli.Txn(t.Context()).Then(clientv3.OpPut("k", "v")).Commit())(t)
-		if d := time.Since(start); d != time.Hour+time.Millisecond {
-			t.Errorf("took %v", d)
-		}
-	})
-}
-
-func TestResendDoesATxnTwiceWhenItsReplySaysCanceled(t *testing.T) {
-	bubble(t, func(t *T, c *Cluster, cli *Client) {
-		on(c, "a", "Txn", etcdsim.Verdict{FailAfter: status.Error(codes.Canceled, "a proxy gave up")})
-		resp := must(cli.Txn(t.Context()).Then(clientv3.OpPut("k", "v", clientv3.WithPrevKV())).Commit())(t)
-		if prev := resp.Responses[0].GetResponsePut().PrevKv; prev == nil || c.Calls("a")["Txn"] != 2 {
-			t.Errorf("previous %v, calls %v", prev, c.Calls("a"))
-		}
-		on(c, "a", "Txn", etcdsim.Verdict{FailAfter: status.Error(codes.Unavailable, "gone")})
-		_, err := cli.Txn(t.Context()).Then(clientv3.OpPut("k", "v")).Commit()
-		if status.Code(err) != codes.Unavailable || versionOf(c, "k") != 3 {
-			t.Errorf("error %v, version %d: a Txn that was answered Unavailable is not sent again", err, versionOf(c, "k"))
-		}
-		c.Stop()
-		go func() { time.Sleep(time.Second); c.Start() }()
-		must(cli.Get(t.Context(), "k"))(t) // a read is
-	}, etcdsim.WithResend())
-}
-
-func TestALiarAcknowledgesRenewalsOfALeaseThatRunsOut(t *testing.T) {
-	bubble(t, func(t *T, c *Cluster, cli *Client) {
-		g := must(cli.Grant(t.Context(), 10))(t)
-		c.AckRenewals("a", true)
-		for range 10 {
-			time.Sleep(3 * time.Second)
-			if r := must(cli.KeepAliveOnce(t.Context(), g.ID))(t); r.TTL != 10 {
-				t.Fatalf("TTL %d", r.TTL)
-			}
-		}
-		if n := len(c.Leases()); n != 0 {
-			t.Errorf("%d leases live", n)
-		}
-		c.AckRenewals("a", false)
-		if _, err := cli.KeepAliveOnce(t.Context(), g.ID); !errors.Is(err, rpctypes.ErrLeaseNotFound) {
-			t.Errorf("renewal: %v", err)
-		}
-	})
-}
-
-func TestARenewalOfALeaseThatHasRunOutWaitsForItsEnd(t *testing.T) {
-	bubble(t, func(t *T, c *Cluster, cli *Client) {
-		g := must(cli.Grant(t.Context(), 2))(t) // starts half a millisecond before its reply
-		time.Sleep(2*time.Second + 100*time.Millisecond)
-		if left, ok := c.Leases()[g.ID]; !ok || left > 0 {
-			t.Fatalf("it has %v left, is there: %t", left, ok)
-		}
-		start := time.Now()
-		if _, err := cli.KeepAliveOnce(t.Context(), g.ID); !errors.Is(err, rpctypes.ErrLeaseNotFound) {
-			t.Errorf("renewal: %v", err)
-		}
-		if d := time.Since(start); d < 10*time.Millisecond || d > 400*time.Millisecond {
-			t.Errorf("took %v", d)
-		}
-	})
 }
 
 func TestRevokeAndCompactActAtOnce(t *testing.T) {
@@ -460,4 +330,32 @@ func TestAnHourOfRenewalsIsQuick(t *testing.T) {
 	if d > 2*time.Second {
 		t.Error("too slow")
 	}
+}
+
+func TestAWatchFarBehindIsServedInPortions(t *testing.T) {
+	bubble(t, func(t *T, c *Cluster, cli *Client) {
+		for range 2500 {
+			must(cli.Put(t.Context(), "k", "v"))(t)
+		}
+		start := time.Now()
+		w := cli.Watch(cli.Ctx(), "k", clientv3.WithRev(1))
+		for _, want := range []int{1000, 1000, 500} {
+			if r := next(t, w); len(r.Events) != want {
+				t.Errorf("%d events, want %d", len(r.Events), want)
+			}
+		}
+		if d := time.Since(start); d < 200*time.Millisecond || d > 301*time.Millisecond {
+			t.Errorf("took %v", d)
+		}
+	})
+}
+
+func TestWhatIsNotSimulatedSaysSo(t *testing.T) {
+	bubble(t, func(t *T, c *Cluster, cli *Client) {
+		_, err := cli.MemberList(t.Context())
+		_, err2 := cli.GetStream(t.Context(), "k")
+		if status.Code(err) != codes.Unimplemented || status.Code(err2) != codes.Unimplemented {
+			t.Errorf("%v, %v", err, err2)
+		}
+	})
 }
