@@ -118,21 +118,30 @@ func TestWinningTransaction(t *testing.T) {
 		})
 	})
 	t.Run("KeyOfAnEarlierAttemptIsNotAWin", func(t *testing.T) {
-		// The first attempt is given up before it commits; it commits just before the second.
+		// The first attempt is given up before it commits; it commits before the second, and no watch tells of it.
 		simulate(t, func(w *world) {
 			a := w.join("a")
+			w.SilenceWatches("a")
 			w.Intercept("a", once(winning, etcdsim.Verdict{DelayRequest: 100 * time.Millisecond}))
 			ctx, cancel := context.WithTimeout(w.ctx, 10*time.Millisecond)
 			defer cancel()
-			go func() { time.Sleep(100 * time.Millisecond) }()
 			if _, err := a.Election("boss").Campaign(ctx); err == nil {
 				w.Fatal("won before it was committed")
 			}
 			w.within(time.Second, "the late commit", func() bool { return len(w.keys("election/")) == 1 })
-			stale := w.Dump(aegis.DefaultPrefix + "election/boss")[0].Modified
-			led, err := a.Election("boss").Campaign(w.ctx)
-			if err == nil && led.Token == stale {
-				w.Fatal("the second attempt took the first one's key for its own")
+			if led, err := a.Election("boss").Campaign(w.ctx); err == nil {
+				w.Fatalf("the second attempt took the first one's key for its own: %v", led.Term)
+			}
+			w.Heal("a")
+			w.consistent(a, "boss")
+		})
+	})
+	t.Run("MachineSleepsBetweenTheWinAndItsReply", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a := w.join("a")
+			w.Intercept("a", once(winning, etcdsim.Verdict{Applied: func() { w.Clock("a").Sleep(ttl) }}))
+			if led, err := a.Election("boss").Campaign(w.ctx); err == nil {
+				w.Fatalf("won %v without trust; held: %v", led.Term, led.Held())
 			}
 			w.consistent(a, "boss")
 		})

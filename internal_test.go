@@ -4,6 +4,7 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"aegis/internal/clock"
@@ -20,6 +21,60 @@ func TestHeldDoesNotAllocate(t *testing.T) {
 	}); n != 0 {
 		t.Fatalf("%v allocations", n)
 	}
+}
+
+// silent is a clock whose alarms never ring, so that only those who look find out that trust is over.
+type silent struct{ *clock.Fake }
+
+type silentAlarm struct{}
+
+func (silent) NewAlarm() clock.Alarm   { return silentAlarm{} }
+func (silentAlarm) Set(time.Duration)  {}
+func (silentAlarm) C() <-chan struct{} { return nil }
+func (silentAlarm) Stop()              {}
+
+func TestLease(t *testing.T) {
+	start := func() (*lease, silent, *int) {
+		c, ends := silent{&clock.Fake{}}, new(int)
+		return newLease(1, c, clock.Start(c), 10*time.Second, 2*time.Second, func(*lease, error) { *ends++ }), c, ends
+	}
+	t.Run("RenewalAfterTrustEndedChangesNothing", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			l, c, ends := start()
+			time.Sleep(8 * time.Second)
+			if l.renewed(clock.Start(c), 10*time.Second) || l.trusted() || *ends != 1 {
+				t.Fatalf("trusted again; ended %d times", *ends)
+			}
+		})
+	})
+	t.Run("RenewalAfterTheEndChangesNothing", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			l, c, ends := start()
+			l.end(errLeaseGone)
+			l.end(errTrustEnded)
+			if l.trusted() || l.renewed(clock.Start(c), 10*time.Second) || l.trusted() || *ends != 1 || l.cause != errLeaseGone {
+				t.Fatalf("trusted again; ended %d times, %v", *ends, l.cause)
+			}
+		})
+	})
+	t.Run("TrustCountsFromTheStartByTheGrantedTTL", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			l, c, _ := start()
+			sent := clock.Start(c)
+			time.Sleep(time.Second) // the answer takes its time
+			if !l.renewed(sent, 20*time.Second) || l.left() != 17*time.Second {
+				t.Fatalf("%v left", l.left())
+			}
+			time.Sleep(17*time.Second - 1)
+			if !l.trusted() {
+				t.Fatal("ended early")
+			}
+			time.Sleep(1)
+			if l.trusted() {
+				t.Fatal("ended late")
+			}
+		})
+	})
 }
 
 // The root package reaches etcd's client and nothing of drivers, servers, the web or the command line; see DESIGN's
