@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"strings"
@@ -37,7 +38,7 @@ paid once, with it. With -o json the facts are on standard output and the time l
 			ctx, stop := context.WithCancelCause(cmd.Context())
 			defer stop(nil)
 			signals := make(chan os.Signal, 1)
-			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGPIPE)
+			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 			defer signal.Stop(signals)
 			go func() {
 				select {
@@ -52,8 +53,9 @@ paid once, with it. With -o json the facts are on standard output and the time l
 			if o.output == "json" {
 				out = os.Stderr
 			}
+			signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // it would end this process without a chance to clean up
 			cfg.Scene = []string{"demo", "scene"}
-			cfg.Out = out
+			cfg.Out = untilBroken{out, stop}
 			cfg.Color = (term.IsTerminal(int(out.Fd())) || os.Getenv("FORCE_COLOR") != "") && os.Getenv("NO_COLOR") == ""
 			if cfg.TTL == 0 {
 				return usagef("--ttl is 0; it must be whole seconds from %v to %v", demo.MinTTL, demo.MaxTTL)
@@ -91,4 +93,18 @@ paid once, with it. With -o json the facts are on standard output and the time l
 		},
 	})
 	return cmd
+}
+
+// untilBroken stops the demo when nobody reads it any more.
+type untilBroken struct {
+	w    io.Writer
+	stop context.CancelCauseFunc
+}
+
+func (u untilBroken) Write(b []byte) (int, error) {
+	n, err := u.w.Write(b)
+	if err != nil {
+		u.stop(exitf(exitSignal+int(syscall.SIGPIPE), "nobody reads the demo: %w; its processes and files are removed", err))
+	}
+	return n, err
 }

@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"aegis/internal/lab/demo"
 )
@@ -63,6 +64,11 @@ func TestDemoShowsTheDamageAndTheFence(t *testing.T) {
 	t.Logf("\n%s", &r.errors)
 	if strings.Contains(r.errors.String(), "\x1b") {
 		t.Error("the time line has colours where there is no terminal")
+	}
+	for line := range strings.Lines(r.errors.String()) {
+		if n := utf8.RuneCountInString(strings.TrimRight(line, "\n")); n > 100 {
+			t.Errorf("%d columns: %s", n, line)
+		}
 	}
 	for _, name := range []string{"t0", "t1", "t2", "t3", "t4"} {
 		if n := strings.Count(r.errors.String(), " "+name+" "); n != 2 {
@@ -136,4 +142,24 @@ func TestDemoRefusesBadFlags(t *testing.T) {
 			t.Errorf("%v: exit code %d: %s", args, code, &r.errors)
 		}
 	}
+}
+
+func TestDemoCleansUpWhenNobodyReadsIt(t *testing.T) {
+	r := newDemoRun(t)
+	r.Stdout = nil
+	out, err := r.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for lines := bufio.NewScanner(out); lines.Scan() && !strings.Contains(lines.Text(), " t0 "); {
+	}
+	_ = out.Close()
+	_ = r.Wait()
+	if code := r.ProcessState.ExitCode(); code != exitSignal+int(syscall.SIGPIPE) {
+		t.Errorf("exit code %d: %s", code, &r.errors)
+	}
+	r.leftNothing(t)
 }

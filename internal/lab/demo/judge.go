@@ -19,18 +19,19 @@ type Report struct {
 
 // Facts are the numbers of one run, counted from its database and its scenes' logs.
 type Facts struct {
-	Terms     []Reign   `json:"terms"`
-	Kills     int       `json:"kills"`
-	Settled   int       `json:"settled"` // kills paid at least once
-	Tried     int       `json:"tried"`
-	Admitted  int       `json:"admitted"`
-	Refused   int       `json:"refused"`
-	PaidTwice []int     `json:"paidTwice"` // kills
-	GoldPaid  int       `json:"goldPaid"`
-	GoldOwed  int       `json:"goldOwed"`
-	Contested []Contest `json:"contested"`       // kills that two terms have tried to pay
-	HeldAfter bool      `json:"heldAfterWaking"` // Held at scene-01's first call after its stop
-	Timeline  []Moment  `json:"timeline"`
+	Terms      []Reign   `json:"terms"`
+	Kills      int       `json:"kills"`
+	Settled    int       `json:"settled"` // kills paid at least once
+	Tried      int       `json:"tried"`
+	Admitted   int       `json:"admitted"`
+	Refused    int       `json:"refused"`
+	PaidTwice  []int     `json:"paidTwice"` // kills
+	GoldPaid   int       `json:"goldPaid"`
+	GoldOwed   int       `json:"goldOwed"`
+	Contested  []Contest `json:"contested"`            // kills that two terms have tried to pay
+	HeldAfter  bool      `json:"heldAfterWaking"`      // Held at scene-01's first call after its stop
+	EndedAfter float64   `json:"contextEndedWithinMs"` // of scene-01's being continued, rounded up
+	Timeline   []Moment  `json:"timeline"`
 
 	failures []Try     // neither paid nor refused
 	tries    []Try     // from the logs
@@ -74,7 +75,7 @@ func (f *Facts) count(tries []Try, l ledger) {
 		}
 	}
 	for _, kill := range l.kills {
-		c := Contest{Kill: kill, Item: item(kill)}
+		c := Contest{Kill: kill, Item: item(kill), Paid: []Payment{}}
 		for _, p := range l.payments {
 			if p.Kill == kill {
 				c.Paid = append(c.Paid, p)
@@ -178,4 +179,11 @@ func (f *Facts) damage() (problems []string) {
 
 func killList(kills []int) string {
 	return strings.Trim(fmt.Sprint(kills), "[]")
+}
+
+func yesNo(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
 }

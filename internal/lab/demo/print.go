@@ -1,8 +1,10 @@
 package demo
 
 import (
+	"cmp"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -13,6 +15,9 @@ import (
 type printer struct {
 	w     io.Writer
 	color bool
+
+	holding bool
+	held    []row
 }
 
 type color int
@@ -90,14 +95,11 @@ type row struct {
 	storeStyle style
 }
 
-const (
-	laneWidth  = 31
-	storeWidth = 26
-)
+const laneWidth = 31
 
 func (p *printer) intro(ttl time.Duration) {
-	p.line(p.paint("aegis demo", 0, style{bold: true}), ": the split brain of a cluster, for real. Two scenes (processes) may own a boss and pay its loot;")
-	p.line("etcd (three members) elects the owner on a lease of ", ttl.String(), "; the loot is paid into an SQLite file.")
+	p.line(p.paint("A split brain, for real.", 0, style{bold: true}), " Two scenes, processes of their own, may own a boss and pay its loot into")
+	p.line("an SQLite file. An etcd of three members elects the owner, on a lease of ", ttl.String(), ".")
 	p.line()
 	p.line(p.paint("starting etcd …", 0, style{dim: true}))
 }
@@ -114,14 +116,30 @@ func (p *printer) run(m mode) {
 	p.line()
 	p.line(p.paint("── "+title+" "+strings.Repeat("─", 100-4-utf8.RuneCountInString(title)), 0, style{bold: true, color: cyan}))
 	p.line()
-	p.line(p.paint("   time        "+pad(sceneNames[0], laneWidth)+pad(sceneNames[1], laneWidth)+"the loot table", 0, style{dim: true}))
+	p.line(p.paint("   time        "+pad(sceneNames[0], laneWidth)+pad(sceneNames[1], laneWidth-2)+"the loot table", 0, style{dim: true}))
 }
 
 func pad(s string, width int) string {
 	return s + strings.Repeat(" ", max(0, width-utf8.RuneCountInString(s)))
 }
 
+// hold keeps rows back until flush shows them in the order of their times.
+func (p *printer) hold() { p.holding = true }
+
+func (p *printer) flush() {
+	p.holding = false
+	slices.SortStableFunc(p.held, func(a, b row) int { return cmp.Compare(a.seconds, b.seconds) })
+	for _, r := range p.held {
+		p.row(r)
+	}
+	p.held = nil
+}
+
 func (p *printer) row(r row) {
+	if p.holding {
+		p.held = append(p.held, r)
+		return
+	}
 	parts := []string{p.paint(fmt.Sprintf("%6.2f s", r.seconds), 10, style{dim: true}), p.paint(r.name, 3, style{bold: true, color: cyan})}
 	for n := range r.lanes {
 		glyph, st := r.lanes[n].glyph()
@@ -207,11 +225,8 @@ func (p *printer) table(title string, f *Facts) box {
 	for _, t := range f.Terms {
 		add(t.Scene+" elected", fmt.Sprintf("token %d", t.Token), style{})
 	}
-	held := "no"
-	if f.HeldAfter {
-		held = "yes"
-	}
-	add("Held, at scene-01's first call after waking", held, mark(f.HeldAfter, red))
+	add("scene-01 awake: Held at its first call", yesNo(f.HeldAfter), mark(f.HeldAfter, red))
+	add("scene-01 awake: context ended within", fmt.Sprintf("%.0f ms", f.EndedAfter), style{})
 	add("writes tried", f.Tried, style{})
 	add("  admitted", f.Admitted, style{})
 	add("  refused", f.Refused, mark(f.Refused > 0, green))
@@ -247,9 +262,9 @@ func closing(r *Report) []string {
 		return lines
 	}
 	return []string{
-		"In both runs the old leader stopped by itself: Held was false when it first asked. But its writes were past",
-		"their check already, and no check in the leader can call them back. Only the store could refuse them.",
-		fmt.Sprintf("Counted from the databases and the scenes' logs. %.0f s.", r.Seconds),
+		"In both runs the old leader stopped by itself: Held was false when it first asked. But its late",
+		"writes were past their check, and nothing in the leader can call them back: only the store could",
+		fmt.Sprintf("refuse them. All numbers are counted from the databases and the scenes' logs. It took %.0f s.", r.Seconds),
 	}
 }
 

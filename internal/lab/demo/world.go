@@ -7,12 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
 	"time"
 
 	"aegis"
+	"aegis/fence/sqlitefence"
 	"aegis/internal/lab"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -27,17 +29,18 @@ type world struct {
 	show    *printer
 
 	db     *sql.DB
+	guard  *sqlitefence.Guard // in the file, to be asked what it has taken; nil without the fence
 	cli    *clientv3.Client
 	prefix string
 	scenes [2]*actor
 	events chan heard
 
-	zero    int64 // t0, by lab.Now
-	rising  bool  // the boss is killed again and again
-	kills   int
-	withold bool // scene-01's next round gets no answer
-	facts   *Facts
-	tries   []Try
+	zero     int64            // t0, by lab.Now
+	boss     <-chan time.Time // it is killed whenever this ticks
+	kills    int
+	withhold bool // scene-01's next round gets no answer
+	facts    *Facts
+	tries    []Try
 }
 
 // actor is a scene as the world sees it.
@@ -63,14 +66,16 @@ type heard struct {
 	err   error
 }
 
-const patience = 20 * time.Second // for any one thing that must happen
+const patience = 20 * time.Second // for any one thing that must happen, besides two leases
 
 func (w *world) play(ctx context.Context) (_ *Facts, err error) {
 	file := filepath.Join(w.dir, w.mode.file())
-	if w.db, err = openPlain(file); err != nil {
+	s, err := openStore(file, w.mode, false)
+	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, w.db.Close()) }()
+	defer func() { err = errors.Join(err, s.Close()) }()
+	w.db, w.guard = s.db, s.guard
 	if _, err := w.db.ExecContext(ctx, schema); err != nil {
 		return nil, fmt.Errorf("create the tables: %w", err)
 	}
@@ -91,11 +96,13 @@ func (w *world) play(ctx context.Context) (_ *Facts, err error) {
 		}
 		stop()
 	}()
+	boss := time.NewTicker(killEach)
+	defer boss.Stop()
 	w.show.run(w.mode)
 	for _, step := range []func(context.Context) error{
-		func(ctx context.Context) error { return w.enter(ctx, readers, 0) },
-		w.elect,
-		func(ctx context.Context) error { return w.enter(ctx, readers, 1) },
+		func(context.Context) error { return w.enter(readers, 0) },
+		func(ctx context.Context) error { return w.elect(ctx, boss.C) },
+		func(context.Context) error { return w.enter(readers, 1) },
 		w.candidate,
 		w.part,
 		w.succeed,
@@ -115,8 +122,8 @@ func (w *world) play(ctx context.Context) (_ *Facts, err error) {
 	return w.facts, nil
 }
 
-// enter starts a scene.
-func (w *world) enter(_, readers context.Context, n int) error {
+// enter starts a scene, and listens to it until ctx ends.
+func (w *world) enter(ctx context.Context, n int) error {
 	a := &actor{name: sceneNames[n]}
 	var err error
 	a.log, err = os.Create(filepath.Join(w.dir, string(w.mode)+"-the-fence-"+a.name+".log"))
@@ -132,7 +139,7 @@ func (w *world) enter(_, readers context.Context, n int) error {
 	w.scenes[n] = a
 	go func() {
 		for {
-			line, err := a.process.Next(readers)
+			line, err := a.process.Next(ctx)
 			h := heard{scene: n, err: err}
 			if err == nil {
 				if err := json.Unmarshal([]byte(line.Text), &h.event); err != nil {
@@ -142,7 +149,7 @@ func (w *world) enter(_, readers context.Context, n int) error {
 			}
 			select {
 			case w.events <- h:
-			case <-readers.Done():
+			case <-ctx.Done():
 				return
 			}
 			if h.err != nil {
@@ -156,10 +163,10 @@ func (w *world) enter(_, readers context.Context, n int) error {
 // await lets the world turn until done says so: it takes what scenes say, answers them, and kills the boss. waiting is
 // what each lane shows in every second of silence.
 func (w *world) await(ctx context.Context, what string, waiting func(d time.Duration) [2]string, done func() bool) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("did not happen within %v", patience))
+	within := patience + 2*w.cfg.TTL
+	ctx, cancel := context.WithTimeoutCause(ctx, within, fmt.Errorf("did not happen within %v", within))
 	defer cancel()
-	boss, second := time.NewTicker(killEach), time.NewTicker(time.Second)
-	defer boss.Stop()
+	second := time.NewTicker(time.Second)
 	defer second.Stop()
 	begin := lab.Now()
 	for !done() {
@@ -167,10 +174,8 @@ func (w *world) await(ctx context.Context, what string, waiting func(d time.Dura
 		select {
 		case h := <-w.events:
 			err = w.hear(h)
-		case <-boss.C:
-			if w.rising {
-				err = w.killBoss(ctx)
-			}
+		case <-w.boss:
+			err = w.killBoss(ctx)
 		case <-second.C:
 			if waiting != nil {
 				w.row(lab.Now(), "", waiting(time.Duration(lab.Now()-begin)), style{dim: true}, "")
@@ -218,7 +223,7 @@ func (w *world) hear(h heard) error {
 		w.facts.Terms = append(w.facts.Terms, Reign{Scene: a.name, Token: e.Token, Seconds: w.since(e.At)})
 	case asks:
 		a.asks = e.Kills
-		if h.scene == 0 && w.withold {
+		if h.scene == 0 && w.withhold {
 			return nil
 		}
 		return w.answer(a)
@@ -238,7 +243,7 @@ func (w *world) hear(h heard) error {
 }
 
 // late reports whether what the scene writes was decided before its stop.
-func (w *world) late(n int) bool { return n == 0 && w.withold }
+func (w *world) late(n int) bool { return n == 0 && w.withhold }
 
 // answer is the combat log's: who took part in the kills.
 func (w *world) answer(a *actor) error {
@@ -305,16 +310,29 @@ func outcome(tries []Try) string {
 }
 
 // elect is t0.
-func (w *world) elect(ctx context.Context) error {
+func (w *world) elect(ctx context.Context, boss <-chan time.Time) error {
 	a := w.scenes[0]
 	if err := w.await(ctx, "scene-01 is elected", nil, func() bool { return a.token != 0 }); err != nil {
 		return err
 	}
 	a.lane = leads
 	w.moment("t0", a.at, fmt.Sprintf("scene-01 is elected, token %d", a.token))
-	w.row(a.at, "t0", [2]string{fmt.Sprintf("elected, token %d", a.token)}, style{bold: true}, "")
-	w.rising = true
+	took, err := w.took(ctx)
+	if err != nil {
+		return err
+	}
+	w.row(a.at, "t0", [2]string{fmt.Sprintf("elected, token %d", a.token)}, style{bold: true}, took)
+	w.boss = boss
 	return nil
+}
+
+// took says which token the guard has taken; Run has it take each term's before it calls the scene.
+func (w *world) took(ctx context.Context) (string, error) {
+	if w.guard == nil {
+		return "", nil
+	}
+	newest, err := w.guard.Newest(ctx, election)
+	return fmt.Sprintf("guard takes token %d", newest.Token), err
 }
 
 // candidate waits until scene-02 stands in the queue.
@@ -330,7 +348,7 @@ func (w *world) candidate(ctx context.Context) error {
 // queues waits until etcd lists the scene as a candidate, and lets the world turn meanwhile.
 func (w *world) queues(ctx context.Context, name string) error {
 	found := make(chan error, 1)
-	asking, cancel := context.WithTimeout(ctx, patience)
+	asking, cancel := context.WithTimeout(ctx, patience+2*w.cfg.TTL)
 	defer cancel()
 	go func() {
 		found <- lab.Eventually(asking, name+" waits", func(ctx context.Context) (bool, error) {
@@ -365,7 +383,7 @@ func (w *world) part(ctx context.Context) error {
 	if err := w.await(ctx, "scene-01 settles two rounds", nil, func() bool { return a.settled >= 2*round }); err != nil {
 		return err
 	}
-	w.withold = true
+	w.withhold = true
 	if err := w.await(ctx, "scene-01 is past its check", nil, func() bool { return a.asks != nil }); err != nil {
 		return err
 	}
@@ -392,7 +410,11 @@ func (w *world) succeed(ctx context.Context) error {
 	}
 	a.lane = leads
 	w.moment("t2", a.at, fmt.Sprintf("scene-01's lease has run out; scene-02 is elected, token %d", a.token))
-	w.row(a.at, "t2", [2]string{"", fmt.Sprintf("elected, token %d", a.token)}, style{bold: true}, "")
+	took, err := w.took(ctx)
+	if err != nil {
+		return err
+	}
+	w.row(a.at, "t2", [2]string{"its lease has run out", fmt.Sprintf("elected, token %d", a.token)}, style{bold: true}, took)
 	return w.await(ctx, "scene-02 pays the kills of scene-01's last round", nil, func() bool { return a.settled >= len(old.asks) })
 }
 
@@ -404,32 +426,40 @@ func (w *world) heal(ctx context.Context) error {
 	if err := w.answer(a); err != nil { // into the pipe of a process that does not read yet
 		return err
 	}
-	at := lab.Now()
+	a.woke, a.ended = nil, nil
+	before, at := a.settled, lab.Now()
 	if err := a.process.Continue(); err != nil {
 		return err
 	}
-	before := a.settled
+	a.lane = woken
+	w.moment("t3", at, "the network heals, and scene-01 runs again")
+	w.row(at, "t3", [2]string{"network healed, runs again"}, style{bold: true, color: yellow}, "")
+	w.show.hold() // what several processes log within milliseconds is shown in its order
 	if err := w.await(ctx, "scene-01 wakes and writes", nil, func() bool {
 		return a.woke != nil && a.ended != nil && a.settled > before
 	}); err != nil {
 		return err
 	}
 	w.facts.HeldAfter = a.woke.Held
-	held := "no"
+	w.facts.EndedAfter = math.Ceil(float64(a.ended.At-at) / float64(time.Millisecond))
+	held := "Held? no: stops by itself"
 	if a.woke.Held {
-		held = "yes"
+		held = "Held? YES"
 	}
-	a.lane = woken
-	w.moment("t3", at, fmt.Sprintf("the network heals and scene-01 runs again; Held at its first call: %s", held))
-	w.row(at, "t3", [2]string{"healed, runs. Held? " + held}, style{bold: true, color: yellow}, "")
-	late := outcome(a.last.Tries)
-	st := style{bold: true, color: green}
-	if a.last.Tries[0].Outcome == paid {
-		late, st = "kills "+killList(kills)+" PAID TWICE", style{bold: true, color: red}
+	w.row(a.woke.At, "", [2]string{held}, style{}, "")
+	late, st := outcome(a.last.Tries), style{bold: true, color: green}
+	const doubles = "SELECT kill FROM loot GROUP BY kill HAVING count(*) > 1 ORDER BY kill"
+	twice, err := column[int](ctx, w.db, doubles)
+	if err != nil {
+		return err
+	}
+	if len(twice) > 0 {
+		late, st = "kills "+killList(twice)+" PAID TWICE", style{bold: true, color: red}
 	}
 	w.moment("t4", a.last.At, fmt.Sprintf("scene-01's late writes for kills %s reach the store: %s", killList(kills), late))
-	w.row(a.last.At, "t4", [2]string{"late: pays kills " + killList(kills)}, style{bold: true}, late, st)
-	w.withold = false
+	w.row(a.last.At, "t4", [2]string{"late writes: kills " + killList(kills)}, style{bold: true}, late, st)
+	w.show.flush()
+	w.withhold = false
 	return nil
 }
 
@@ -446,10 +476,10 @@ func (w *world) recover(ctx context.Context) error {
 
 // finish lets scene-02 settle what is left and has both leave.
 func (w *world) finish(ctx context.Context) error {
-	if err := w.await(ctx, "the last kill", nil, func() bool { return w.kills%round == 0 }); err != nil {
+	if err := w.await(ctx, "the last kill", nil, func() bool { return w.kills >= leastKills && w.kills%round == 0 }); err != nil {
 		return err
 	}
-	w.rising = false
+	w.boss = nil
 	err := w.await(ctx, "the last round", nil, func() bool {
 		paidFor := map[int]bool{}
 		for _, t := range w.tries {
@@ -464,12 +494,15 @@ func (w *world) finish(ctx context.Context) error {
 	}
 	for _, a := range w.scenes { // the candidate first, so that nobody follows the leader
 		a.process.CloseInput()
-		wait, cancel := context.WithTimeout(ctx, patience)
-		err := a.process.Wait(wait)
-		cancel()
-		if err != nil {
+		if err := w.leaves(ctx, a); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+func (w *world) leaves(ctx context.Context, a *actor) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return a.process.Wait(ctx)
 }
