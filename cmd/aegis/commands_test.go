@@ -11,7 +11,6 @@ import (
 
 	"aegis"
 
-	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc"
 )
 
@@ -339,65 +338,6 @@ func TestElectionNamesAreCompleted(t *testing.T) {
 		t.Fatal(err)
 	}
 	aegisCmd(t, "__complete", "status", "compl").wants(t, 0, "completed/42\n", "")
-}
-
-// With authentication: who is refused is told so, and no password is shown.
-func TestAuthentication(t *testing.T) {
-	t.Parallel()
-	endpoint := startDev(t)
-	cli, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer cli.Close()
-	ctx := bounded(t)
-	for _, step := range []func() error{
-		func() error { _, err := cli.UserAdd(ctx, "root", "sesame"); return err },
-		func() error { _, err := cli.UserGrantRole(ctx, "root", "root"); return err },
-		func() error { _, err := cli.UserAdd(ctx, "guest", "sesame"); return err },
-		func() error { _, err := cli.AuthEnable(ctx); return err },
-	} {
-		if err := step(); err != nil {
-			t.Fatal(err)
-		}
-	}
-	at := "AEGIS_ENDPOINTS=" + endpoint
-	for _, c := range []struct {
-		claim string
-		env   []string
-		args  []string
-		code  int
-		want  string
-	}{
-		{"Nobody", nil, []string{"status"}, 6, "refuses"},
-		{"WrongPassword", nil, []string{"status", "--user", "root:melon"}, 6, "refuses"},
-		{"WrongPasswordForRun", nil, []string{"run", "x", "--user", "root", "--password", "melon", "--", "true"}, 6, "refuses"},
-		{"NoPermission", nil, []string{"campaign", "x", "--user", "guest:sesame"}, 6, "permission denied"},
-		{"UserAndPasswordInOne", nil, []string{"status", "--user", "root:sesame"}, 0, ""},
-		{"Flags", nil, []string{"run", "x", "--user", "root", "--password", "sesame", "--", "true"}, 0, ""},
-		{"Variables", []string{"AEGIS_USER=root", "AEGIS_PASSWORD=sesame"}, []string{"status"}, 0, ""},
-	} {
-		t.Run(c.claim, func(t *testing.T) {
-			r := aegisEnv(t, append(c.env, at), c.args...)
-			r.wants(t, c.code, "", c.want)
-			if strings.Contains(r.stderr, "sesame") || strings.Contains(r.stderr, "melon") {
-				t.Errorf("stderr shows the password: %s", r.stderr)
-			}
-			if c.code != 0 {
-				oneLineError(t, r)
-			}
-		})
-	}
-}
-
-func startDev(t *testing.T) string {
-	t.Helper()
-	dev := start(t, "dev", "--listen", "127.0.0.1:0", "--data-dir", t.TempDir()+"/etcd")
-	endpoint, err := readyEndpoint(dev)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return endpoint
 }
 
 func TestConnectedEtcdThatDoesNotAnswerIsATimeout(t *testing.T) {

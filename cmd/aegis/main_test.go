@@ -32,6 +32,7 @@ var shared struct {
 	endpoint string
 	cli      *clientv3.Client
 	cluster  *aegis.Cluster
+	node     *aegis.Node // to look at queues
 }
 
 func TestMain(m *testing.M) {
@@ -66,6 +67,11 @@ func withEtcd(m *testing.M) int {
 	}
 	defer shared.cli.Close()
 	shared.cluster = aegis.Open(shared.cli, "")
+	shared.node, err = aegis.Join(context.Background(), shared.cli, aegis.Config{Unlisted: true, Logger: discard})
+	if err != nil {
+		panic(err)
+	}
+	defer func() { _ = shared.node.Leave(context.Background()) }()
 	return m.Run()
 }
 
@@ -305,14 +311,11 @@ func join(t *testing.T, cfg aegis.Config) *aegis.Node {
 // candidates returns who waits for the election.
 func candidates(t *testing.T, name string) []aegis.Candidate {
 	t.Helper()
-	infos, err := shared.cluster.Elections(bounded(t))
+	c, err := shared.node.Election(name).Candidates(bounded(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, i := range only(infos, name) {
-		return i.Candidates
-	}
-	return nil
+	return c
 }
 
 // vacant asserts that nobody leads the election or waits for it.

@@ -148,6 +148,7 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 	stop, lost := ctx.Done(), led.Context().Done()
 	var silent <-chan time.Time // by when the watchdog must have reported
 	var last report
+	replaced := false // by run itself
 	for {
 		select {
 		case <-tick.C:
@@ -158,7 +159,7 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			lost, stop = nil, nil
 			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", r.grace)
 			k.tell(order{Op: "stop", Grace: r.grace})
-			silent = time.After(r.grace + (r.margin-r.grace)/2)
+			silent = time.After(r.grace + (r.margin-r.grace)/4)
 		case <-stop:
 			stop = nil
 			if led.Held() {
@@ -170,9 +171,9 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			k.tell(order{Op: "stop"})
 			silent = time.After(time.Second)
 		case <-silent:
-			log.Error("aegis: the watchdog does not answer, killing it", "pid", k.cmd.Process.Pid)
+			log.Warn("aegis: the watchdog does not report in time, killing the child without it", "pid", k.cmd.Process.Pid)
+			silent, replaced = nil, true
 			k.kill()
-			silent = nil
 		case rep, open := <-k.reports:
 			if open {
 				if last = rep; rep.Op == "started" {
@@ -181,6 +182,10 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 				continue
 			}
 			_ = k.orders.Close()
+			if replaced && (last.Op == "" || last.Op == "started") {
+				r.killOrphans()
+				last = report{Op: "ended", Status: int(syscall.SIGKILL)}
+			}
 			return r.after(led, log, last)
 		}
 	}
