@@ -28,7 +28,7 @@ type event struct {
 	Token aegis.Token `json:",omitempty"`
 	Kills []int       `json:",omitempty"` // asks: the round that has passed its check
 	Tries []Try       `json:",omitempty"` // wrote: how each kill of the round ended
-	Held  bool        `json:",omitempty"` // woke: at the first call
+	Held  *bool       `json:",omitempty"` // woke: at the first call
 	Why   string      `json:",omitempty"` // ended
 }
 
@@ -167,7 +167,7 @@ func (s *scene) tick(l *aegis.Leadership) {
 		<-t.C
 		held, now := l.Held(), lab.Now()
 		if time.Duration(now-last) > s.TTL/2 {
-			s.emit(event{Event: woke, Token: l.Token, Held: held})
+			s.emit(event{Event: woke, Token: l.Token, Held: &held})
 		}
 		if last = now; !held {
 			return

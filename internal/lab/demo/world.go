@@ -235,6 +235,9 @@ func (w *world) hear(h heard) error {
 			w.round(h.scene, e)
 		}
 	case woke:
+		if e.Held == nil {
+			return fmt.Errorf("%s woke, but does not say whether Held was true", a.name)
+		}
 		a.woke = &e
 	case ended:
 		a.ended = &e
@@ -440,10 +443,10 @@ func (w *world) heal(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	w.facts.HeldAfter = a.woke.Held
+	w.facts.HeldAfter = *a.woke.Held
 	w.facts.EndedAfter = math.Ceil(float64(a.ended.At-at) / float64(time.Millisecond))
 	held := "Held? no: stops by itself"
-	if a.woke.Held {
+	if w.facts.HeldAfter {
 		held = "Held? YES"
 	}
 	w.row(a.woke.At, "", [2]string{held}, style{}, "")
