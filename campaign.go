@@ -72,14 +72,12 @@ func (e *Election) attempt(ctx context.Context, l *lease, candidacy int64) (led 
 			return nil, 0, err
 		}
 		if resp.Succeeded {
-			led, err := e.won(ctx, l, resp.Header.Revision, nonce, offset)
-			return led, 0, err
+			return e.won(ctx, l, resp.Header.Revision, nonce, offset), 0, nil
 		}
 		now := stateOf(resp)
 		switch {
 		case now.ours(l, nonce):
-			led, err := e.won(ctx, l, now.leader.mod, nonce, offset)
-			return led, 0, err
+			return e.won(ctx, l, now.leader.mod, nonce, offset), 0, nil
 		case now.leader.mod != 0:
 			holder := now.term(e.name, n.cluster.Load())
 			return nil, now.leader.mod, &NotLeaderError{Term: holder, Self: n.ownLease(now.leader.lease)}
@@ -122,7 +120,7 @@ func (e *Election) resolve(ctx context.Context, l *lease, nonce uint64, cause er
 		cancel()
 		if err == nil {
 			if now.ours(l, nonce) {
-				return e.won(ctx, l, now.leader.mod, nonce, now.offsetOfTerm())
+				return e.won(ctx, l, now.leader.mod, nonce, now.offsetOfTerm()), nil
 			}
 			break
 		}
@@ -135,34 +133,46 @@ func (e *Election) resolve(ctx context.Context, l *lease, nonce uint64, cause er
 	return fail(cause)
 }
 
-// won makes a leadership of a key that etcd said is ours, if trust in its lease lasts and the caller still wants it.
-// If not, it gives the key back; where that does not work out either, the key is unclaimed, and the sweep takes it.
-func (e *Election) won(ctx context.Context, l *lease, mod int64, nonce uint64, offset offsetEntry) (*Leadership, error) {
+// won makes a leadership of a key that etcd said is ours. It is not handed out yet: see handOut.
+func (e *Election) won(ctx context.Context, l *lease, mod int64, nonce uint64, offset offsetEntry) *Leadership {
 	n := e.node
-	token := mod + offset.value
-	led := newLeadership(ctx, e, l, mod, offset, Term{Election: e.name, Node: n.cfg.ID, Token: token, Nonce: nonce, Cluster: n.cluster.Load()})
+	led := newLeadership(ctx, e, l, mod, offset,
+		Term{Election: e.name, Node: n.cfg.ID, Token: mod + offset.value, Nonce: nonce, Cluster: n.cluster.Load()})
 	n.mu.Lock()
 	s := n.slots[e.name]
 	s.led, s.nonce = led, 0
 	led.running = s.running
 	n.mu.Unlock()
-
-	err := fence.ValidToken(token)
-	if ctx.Err() != nil {
-		err = fmt.Errorf("won too late for its caller: %w", context.Cause(ctx))
-	} else if !l.trusted() { // looked at only now, when leaseEnded cannot have missed it
-		err = errors.New("won, but trust in the lease ended first")
-	}
-	if err != nil {
-		led.end(errResigned)
-		dctx, cancel := n.detached(ctx)
-		defer cancel()
-		_ = led.release(dctx, "")
-		return nil, fmt.Errorf("aegis: campaign for %q: given back: %w", e.name, err)
-	}
-	n.events.emit(Event{Kind: EventElected, Term: led.term})
 	n.reconcileOne(e.name) // the view may have passed the key's end already
-	return led, nil
+	return led
+}
+
+// handOut advances the guards and then looks for the last time whether there is anything to hand out: the caller still
+// wants it and trust lasts. Else the term is given back.
+func (e *Election) handOut(ctx context.Context, led *Leadership) (*Leadership, error) {
+	n := e.node
+	err := fence.ValidToken(led.term.Token)
+	if err == nil {
+		err = e.advanceGuards(ctx, led)
+	}
+	switch {
+	case err != nil:
+	case ctx.Err() != nil:
+		err = fmt.Errorf("won too late for its caller: %w", context.Cause(ctx))
+	case !led.lease.trusted(): // looked at after the leadership was registered, when leaseEnded cannot have missed it
+		err = errTrustEnded
+	case led.ended.Load():
+		err = led.loss()
+	default:
+		led.handed.Store(true)
+		n.events.emit(Event{Kind: EventElected, Term: led.term})
+		return led, nil
+	}
+	led.end(errResigned)
+	dctx, cancel := n.detached(ctx)
+	defer cancel()
+	_ = led.release(dctx, "") // or the sweep takes the key
+	return nil, fmt.Errorf("aegis: %s was won and given back: %w", led.term, err)
 }
 
 // await waits for a trusted lease, then for a turn under it, until it has won.
@@ -172,7 +182,9 @@ func (e *Election) await(ctx context.Context) (*Leadership, error) {
 		if err == nil {
 			var led *Leadership
 			if led, err = e.awaitUnder(ctx, l); err == nil {
-				return e.advanceGuards(ctx, led)
+				if led, err = e.handOut(ctx, led); err == nil || errors.Is(err, errGuard) {
+					return led, err
+				}
 			}
 		}
 		if ctx.Err() != nil {
@@ -226,7 +238,7 @@ func (e *Election) awaitUnder(ctx context.Context, l *lease) (led *Leadership, e
 		switch {
 		case state.leader.mod != 0 && state.leader.lease == l.id && state.record.mod == state.leader.mod && state.record.Candidate == created:
 			// Handed to us by a transfer.
-			return e.won(ctx, l, state.leader.mod, uint64(state.record.Nonce), state.offsetOfTerm())
+			return e.won(ctx, l, state.leader.mod, uint64(state.record.Nonce), state.offsetOfTerm()), nil
 		case state.rev >= created && rank < 0:
 			return nil, errors.New("the candidate key is gone; entering again")
 		case state.leader.mod != 0 || state.rev < max(rival, created):

@@ -117,6 +117,46 @@ func TestWinningTransaction(t *testing.T) {
 			}
 		})
 	})
+	t.Run("ExecutedTwiceIsStillWon", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a := w.join("a")
+			w.Intercept("a", once(winning, etcdsim.Verdict{Twice: true}))
+			w.lead(a, "boss")
+			w.consistent(a, "boss")
+		})
+	})
+	t.Run("LateSweepLeavesTheRivalsKeyAlone", func(t *testing.T) {
+		// The key of an attempt that was given up is swept, and the sweep's deletion is under way for long.
+		simulate(t, func(w *world) {
+			a, b := w.join("a"), w.join("b")
+			ctx, cancel := context.WithTimeout(w.ctx, 10*time.Millisecond)
+			defer cancel()
+			n := 0
+			w.Intercept("a", func(c etcdsim.Call) (v etcdsim.Verdict) {
+				txn, ok := c.Request.(*pb.TxnRequest)
+				switch {
+				case winning(c):
+					v.DelayRequest = 50 * time.Millisecond
+				case ok && len(txn.Success) == 1 && txn.Success[0].GetRequestDeleteRange() != nil:
+					v.DelayRequest = 300 * time.Millisecond
+					n++
+				}
+				return v
+			})
+			if _, err := a.Election("boss").Campaign(ctx); err == nil {
+				w.Fatal("won before it was committed")
+			}
+			w.within(time.Second, "the sweep is under way", func() bool { return n == 1 })
+			if _, err := w.Client("ops").Delete(w.ctx, aegis.DefaultPrefix+"election/boss"); err != nil {
+				w.Fatal(err)
+			}
+			led := w.lead(b, "boss")
+			time.Sleep(ttl)
+			if kv := w.Dump(aegis.DefaultPrefix + "election/boss"); len(kv) != 1 || !led.Held() {
+				w.Fatal("the sweep deleted the rival's key")
+			}
+		})
+	})
 	t.Run("KeyOfAnEarlierAttemptIsNotAWin", func(t *testing.T) {
 		// The first attempt is given up before it commits; it commits before the second, and no watch tells of it.
 		simulate(t, func(w *world) {

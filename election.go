@@ -129,7 +129,7 @@ func (e *Election) Campaign(ctx context.Context) (*Leadership, error) {
 	if err != nil {
 		return nil, err
 	}
-	return e.advanceGuards(ctx, led)
+	return e.handOut(ctx, led)
 }
 
 // Await waits its turn and wins. It blocks until it has won, ctx ends or a permanent error: lost leases, cut

@@ -74,6 +74,11 @@ func TestResign(t *testing.T) {
 			if got := after["Txn"] - before["Txn"]; got != 2 {
 				w.Fatalf("a campaign and a resignation are %d transactions", got)
 			}
+			w.lead(a, "boss") // at once, before the watch has shown that the key is gone
+			time.Sleep(ttl / 10)
+			if got := w.Calls("a")["Txn"] - before["Txn"]; got != 3 {
+				w.Fatalf("with another campaign they are %d transactions", got)
+			}
 			for method, n := range after {
 				if method != "Txn" && method != "LeaseKeepAlive" && method != "WatchProgress" && n != before[method] {
 					w.Fatalf("besides, %d %s", n-before[method], method)
@@ -186,6 +191,68 @@ func TestTransfer(t *testing.T) {
 			w.within(20*time.Millisecond, "c leads", func() bool { return w.won(c) && c.led.Held() })
 		})
 	})
+	// Behind a silent watch a believes in what is no longer so, and only the transaction's comparisons can tell.
+	for name, c := range map[string]struct {
+		change  func(w *world, led *aegis.Leadership, cancelB context.CancelFunc)
+		vacated bool // the election is vacant afterwards
+	}{
+		"ToACandidateThatIsGoneIsRefused": {func(w *world, _ *aegis.Leadership, cancelB context.CancelFunc) {
+			cancelB()
+			w.within(time.Second, "b has withdrawn", func() bool { return len(w.keys("candidate/")) == 0 })
+		}, true},
+		"OfATermThatIsOverLeavesTheRivalAlone": {func(w *world, led *aegis.Leadership, _ context.CancelFunc) {
+			if err := aegis.Open(w.Client("ops"), "").Evict(w.ctx, led.Term); err != nil {
+				w.Fatal(err)
+			}
+			w.within(time.Second, "b leads", func() bool {
+				kv := w.Dump(aegis.DefaultPrefix + "election/boss")
+				return len(kv) == 1 && kv[0].Value == "b"
+			})
+		}, false},
+		"UnderAReplacedOffsetIsRefused": {func(w *world, _ *aegis.Leadership, _ context.CancelFunc) {
+			if _, err := aegis.Open(w.Client("ops"), "").RaiseToken(w.ctx, 0); err != nil {
+				w.Fatal(err)
+			}
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			simulate(t, func(w *world) {
+				a, b := w.join("a"), w.join("b")
+				led := w.lead(a, "boss")
+				ctx, cancel := context.WithCancel(w.ctx)
+				defer cancel()
+				r := w.await(ctx, b.Election("boss"))
+				w.within(time.Second, "b waits", func() bool {
+					c, err := a.Election("boss").Candidates(w.ctx)
+					return err == nil && len(c) == 1
+				})
+				w.SilenceWatches("a")
+				c.change(w, led, cancel)
+				if !led.Held() {
+					w.Fatal("a has noticed; the comparisons are not tried")
+				}
+				before := w.Revision()
+				if err := led.Transfer(w.ctx, "b"); err == nil {
+					w.Fatal("transferred")
+				}
+				if c.vacated {
+					time.Sleep(ttl)
+					if kv := w.Dump(aegis.DefaultPrefix + "election/"); len(kv) != 0 || w.Revision() != before+1 {
+						w.Fatalf("etcd has %v after %d transactions", kv, w.Revision()-before)
+					}
+					return
+				}
+				w.within(time.Second, "b leads", func() bool { return w.won(r) })
+				time.Sleep(ttl)
+				if kv := w.Dump(aegis.DefaultPrefix + "election/boss"); len(kv) != 1 || !r.led.Held() {
+					w.Fatalf("b's key is gone: %v", kv)
+				}
+				if r.led.Token <= led.Token {
+					w.Fatalf("token %d after %d", r.led.Token, led.Token)
+				}
+			})
+		})
+	}
 	t.Run("ToAWaiterThatHasJustGivenUpIsGivenBack", func(t *testing.T) {
 		simulate(t, func(w *world) {
 			led := w.lead(w.join("a"), "boss")
@@ -226,6 +293,18 @@ func TestOperators(t *testing.T) {
 			time.Sleep(ttl)
 			if !r.led.Held() {
 				w.Fatal("the successor took its predecessor's request")
+			}
+		})
+	})
+	t.Run("RequestToAnEarlierTermIsRemovedAndNotTaken", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			led := w.lead(w.join("a"), "boss")
+			if _, err := w.Client("ops").Put(w.ctx, aegis.DefaultPrefix+"request/boss", `{"v":1,"op":"resign","term":1}`); err != nil {
+				w.Fatal(err)
+			}
+			w.within(time.Second, "the request is gone", func() bool { return len(w.keys("request/")) == 0 })
+			if !led.Held() {
+				w.Fatal("it was taken")
 			}
 		})
 	})

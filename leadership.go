@@ -149,7 +149,8 @@ func (l *Leadership) loss() error {
 	if l.Held() {
 		return nil
 	}
-	<-l.ctx.Done() // follows at once
+	l.end(errTrustEnded) // unless somebody has given another reason
+	<-l.ctx.Done()       // follows at once
 	return context.Cause(l.ctx)
 }
 

@@ -2,6 +2,7 @@ package aegis_test
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"aegis/fence"
 	"aegis/internal/etcdsim"
 
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
@@ -304,6 +306,31 @@ func TestWatch(t *testing.T) {
 			w.within(2*ttl, "b leads by listing", func() bool { return w.won(r) })
 		})
 	})
+	t.Run("KeyThatChangedHandsUnseenEndsTheTermOnRelisting", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a, b := w.join("a"), w.join("b")
+			led := w.lead(a, "boss")
+			w.within(ttl, "the watch has shown the win", func() bool {
+				for term := range a.Election("boss").Observe(w.ctx) {
+					return term == led.Term
+				}
+				return false
+			})
+			w.SilenceWatches("a")
+			if err := aegis.Open(w.Client("ops"), "").Evict(w.ctx, led.Term); err != nil {
+				w.Fatal(err)
+			}
+			rival := w.lead(b, "boss")
+			if err := w.Compact(w.Revision()); err != nil { // so that a must list anew and sees the rival's key only
+				w.Fatal(err)
+			}
+			w.Heal("a")
+			w.within(ttl, "the old term ends", func() bool { return !led.Held() })
+			if !rival.Held() {
+				w.Fatal("the rival suffered")
+			}
+		})
+	})
 	t.Run("EventOlderThanTheTermEndsNothing", func(t *testing.T) {
 		simulate(t, func(w *world) {
 			a := w.join("a")
@@ -416,6 +443,47 @@ func TestWaiter(t *testing.T) {
 				w.Fatal(err)
 			}
 			w.within(100*time.Millisecond, "c leads", func() bool { return w.won(r) })
+		})
+	})
+	t.Run("WhoseKeyIsDeletedReenters", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			w.lead(w.join("a"), "boss")
+			w.await(w.ctx, w.join("b").Election("boss"))
+			for range 3 {
+				w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+				if _, err := w.Client("ops").Delete(w.ctx, aegis.DefaultPrefix+w.keys("candidate/")[0]); err != nil {
+					w.Fatal(err)
+				}
+			}
+			w.within(time.Second, "b waits again", func() bool { return len(w.keys("candidate/")) == 1 })
+		})
+	})
+	t.Run("WithAStaleViewDoesNotTryAgainAndAgain", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a, b := w.join("a"), w.join("b")
+			w.SilenceWatches("b") // it goes on showing a vacant election
+			w.lead(a, "boss")
+			w.await(w.ctx, b.Election("boss"))
+			time.Sleep(ttl / 4)
+			if n := w.Calls("b")["Txn"]; n > 5 { // joining is two, trying once, queuing
+				w.Fatalf("%d transactions", n)
+			}
+		})
+	})
+	t.Run("CandidateKeyThatIsWrittenLateIsSwept", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			w.lead(w.join("a"), "boss")
+			b := w.join("b")
+			w.Intercept("b", once(func(c etcdsim.Call) bool {
+				txn, ok := c.Request.(*pb.TxnRequest)
+				return ok && len(txn.Success) == 1 && strings.Contains(string(txn.Success[0].GetRequestPut().GetKey()), "candidate/")
+			}, etcdsim.Verdict{DelayRequest: 300 * time.Millisecond}))
+			ctx, cancel := context.WithTimeout(w.ctx, 100*time.Millisecond)
+			defer cancel()
+			_, err := b.Election("boss").Await(ctx)
+			w.mustIs(err, context.DeadlineExceeded)
+			w.within(time.Second, "the late key", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.within(100*time.Millisecond, "it is swept", func() bool { return len(w.keys("candidate/")) == 0 })
 		})
 	})
 	t.Run("CancelledAwaitLeavesNothing", func(t *testing.T) {

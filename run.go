@@ -114,40 +114,39 @@ func (e *Election) work(ctx context.Context, led *Leadership, fn func(context.Co
 	return err
 }
 
-// advanceGuards has every guard take the term before it is handed out. A guard that cannot be reached is tried again
-// for up to TTL, while the term lasts; then, or when a guard refuses, the term is given back.
-func (e *Election) advanceGuards(ctx context.Context, led *Leadership) (*Leadership, error) {
+// errGuard marks errors of guards that did not take a term.
+var errGuard = errors.New("a guard did not take the term")
+
+// advanceGuards has every guard take the term. A guard that cannot be reached is tried again for up to TTL, while the
+// term lasts; one that refuses is not.
+func (e *Election) advanceGuards(ctx context.Context, led *Leadership) error {
 	n := e.node
 	gctx, cancel := context.WithTimeout(ctx, n.cfg.TTL)
 	defer cancel()
-	stop := context.AfterFunc(led.ctx, cancel)
-	defer stop()
+	defer context.AfterFunc(led.ctx, cancel)()
 	for _, g := range e.guards {
 		for pause := rankPause; ; pause = min(2*pause, maxPause) {
 			err := g.Advance(gctx, led.term)
 			if err == nil {
 				break
 			}
-			if !refusal(err) && gctx.Err() == nil {
-				sleep(gctx, pause)
-				if gctx.Err() == nil {
+			if !refusal(err) {
+				if sleep(gctx, pause); gctx.Err() == nil {
 					continue
 				}
 			}
-			err = e.explain(ctx, led, err)
+			if loss := led.loss(); loss != nil {
+				return loss // no fault of the guard's
+			}
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			err = fmt.Errorf("%w: %w", errGuard, e.explain(ctx, led, err))
 			n.events.emit(Event{Kind: EventGuardUnreachable, Term: led.term, Err: err})
-			led.end(errResigned)
-			dctx, cancel := n.detached(ctx)
-			defer cancel()
-			_ = led.release(dctx, "") // or the sweep takes the key
-			return nil, fmt.Errorf("aegis: a guard of %s did not take the term, which was given back: %w", led.term, err)
+			return err
 		}
 	}
-	if !led.Held() {
-		return nil, led.loss()
-	}
-	led.handed.Store(true)
-	return led, nil
+	return nil
 }
 
 func refusal(err error) bool {
