@@ -74,6 +74,7 @@ type report struct {
 	Err    string       `json:",omitzero"` // of joining, of a write, of leaving
 	Fenced bool         `json:",omitzero"` // "write": refused by the guard
 	Newest int64        `json:",omitzero"` // "write": which then names this token
+	Taken  bool         `json:",omitzero"` // "refused": the name is taken
 	Health aegis.Health `json:",omitzero"`
 	Note   string       `json:",omitzero"`
 }
@@ -124,11 +125,10 @@ func playNode() error {
 		go p.playConcurrency(ctx)
 		return p.obey(ctx, nil)
 	}
-	p.say(report{Kind: "starting"})
 	node, err := aegis.Join(ctx, p.cli, aegis.Config{ID: aegis.NodeID(p.cfg.ID), Prefix: p.cfg.Prefix, TTL: ttl, Margin: margin,
 		OnEvent: func(e aegis.Event) { p.say(report{Kind: "event", Note: e.String(), Token: e.Term.Token}) }})
 	if err != nil {
-		p.say(report{Kind: "refused", Err: err.Error(), Fenced: errors.Is(err, aegis.ErrNodeIDTaken)})
+		p.say(report{Kind: "refused", Err: err.Error(), Taken: errors.Is(err, aegis.ErrNodeIDTaken)})
 		return nil
 	}
 	p.say(report{Kind: "joined"})

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"aegis/internal/lab"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
 // guarded gives the trial's nodes a store with a guard, and the test a way to look into it.
@@ -104,4 +106,100 @@ func TestStoppedProcessWakesUpNotLeading(t *testing.T) {
 			time.Duration(woken-stopped).Round(time.Millisecond), time.Duration(end.Ended-woken).Round(time.Microsecond), r.Err)
 		leader, follower, won = follower, leader, next
 	}
+	x.growingTokens()
+}
+
+// TestKilledLeaderIsFollowedWithinTTLPlusOneSecond kills the leader's process, and starts it again at once under the
+// same name: the new process waits until the dead one's lease has run out, and stands behind who waited already. A
+// second process under a living one's name is refused, naming the living one.
+func TestKilledLeaderIsFollowedWithinTTLPlusOneSecond(t *testing.T) {
+	x := newTrial(t, lab.Options{})
+	leader := x.start("scene-01")
+	won := leader.wins(10*time.Second, 0)
+	follower := x.start("scene-02")
+	x.queued(10*time.Second, follower.id)
+	impostor := x.start("scene-02")
+	nodeKey := x.prefix + "node/scene-01"
+	old, err := x.admin.Get(within(t, 5*time.Second), nodeKey)
+	if err != nil || len(old.Kvs) != 1 {
+		t.Fatalf("%s: %v, %v", nodeKey, old, err)
+	}
+
+	killed := lab.Now()
+	leader.kill()
+	again := x.start("scene-01")
+	next := follower.wins(10*time.Second, won.Token)
+	took := time.Duration(next.First.After - killed)
+	t.Logf("the next leader came %v after the kill", took.Round(time.Millisecond))
+	if took > ttl+time.Second {
+		t.Errorf("the next leader came %v after the kill; want at most TTL + 1 s", took)
+	}
+
+	joined := again.await(10*time.Second, "that it has joined", func(r report) bool { return r.Kind == "joined" })
+	t.Logf("the process that was started again had joined %v after the kill", time.Duration(joined.At-killed).Round(time.Millisecond))
+	if log := again.Stderr(); !strings.Contains(log, fmt.Sprintf("pid %d", leader.Pid())) {
+		t.Errorf("it did not say that it waits for the dead one, pid %d; its log: %s", leader.Pid(), log)
+	}
+	states := x.history(nodeKey, old.Kvs[0].CreateRevision, x.revision())
+	if len(states) != 3 || states[0].lease == 0 || states[1].lease != 0 || states[2].lease == 0 || states[2].lease == states[0].lease {
+		t.Fatalf("%s: %v; want it written, gone with the lease, and written anew", nodeKey, states)
+	}
+	if gone := states[1].rev; gone >= next.Token {
+		t.Errorf("the dead node's key went at revision %d, after the next leader had won at %d", gone, next.Token)
+	}
+	x.queued(10*time.Second, again.id)
+
+	refused := impostor.await(15*time.Second, "that its name is taken", func(r report) bool { return r.Kind == "refused" })
+	if !refused.Taken || !strings.Contains(refused.Err, fmt.Sprintf("pid %d", follower.Pid())) {
+		t.Errorf("a second %s got %q; want it to name the living one, pid %d", follower, refused.Err, follower.Pid())
+	}
+	x.noOverlap()
+}
+
+// kill kills the process and waits until it is gone.
+func (n *node) kill() {
+	n.t.Helper()
+	if err := n.Kill(); err != nil {
+		n.t.Fatal(err)
+	}
+	_ = n.Wait(within(n.t.T, 5*time.Second)) // it says that the process was killed
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.killed = lab.Now()
+}
+
+// state is a key's at some revision: written then, or, with no lease, gone.
+type state struct {
+	rev   int64
+	value string
+	lease int64
+}
+
+// history returns what became of a key in revisions from to to, a state for each change.
+func (t *trial) history(key string, from, to int64) (states []state) {
+	t.Helper()
+	for rev := from; rev <= to; rev++ {
+		resp, err := t.admin.Get(within(t.T, 5*time.Second), key, clientv3.WithRev(rev))
+		if err != nil {
+			t.Fatal(err)
+		}
+		now := state{rev: rev}
+		for _, kv := range resp.Kvs {
+			now = state{rev: kv.ModRevision, value: string(kv.Value), lease: kv.Lease}
+		}
+		if n := len(states); n == 0 || now.lease != states[n-1].lease || now.lease != 0 && now.rev != states[n-1].rev {
+			states = append(states, now)
+		}
+	}
+	return states
+}
+
+// revision returns etcd's present revision.
+func (t *trial) revision() int64 {
+	t.Helper()
+	resp, err := t.admin.Get(within(t.T, 5*time.Second), "revision")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.Header.Revision
 }

@@ -60,6 +60,11 @@ func onCluster(t *testing.T, c *lab.Cluster) *trial {
 	return &trial{T: t, cluster: c, admin: admin, prefix: fmt.Sprintf("/trial-%d/", serial), system: systemAegis}
 }
 
+// in is the same trial for a subtest, which starts no processes.
+func (t *trial) in(sub *testing.T) *trial {
+	return &trial{T: sub, cluster: t.cluster, admin: t.admin, prefix: t.prefix, system: t.system}
+}
+
 func within(t *testing.T, d time.Duration) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), d)
@@ -285,13 +290,19 @@ func overlaps(reigns []reign) []overlap {
 	return out
 }
 
-// noOverlap fails the test if two terms were held at one time, and unless tokens have grown in the order of the wins.
+// noOverlap fails the test if two terms were held at one time, or tokens did not grow.
 func (t *trial) noOverlap() {
 	t.Helper()
-	reigns := t.reigns()
-	for _, o := range overlaps(reigns) {
+	for _, o := range overlaps(t.reigns()) {
 		t.Errorf("%v and %v both held for %v", o.a, o.b, o.Duration)
 	}
+	t.growingTokens()
+}
+
+// growingTokens fails the test unless tokens have grown in the order of the wins.
+func (t *trial) growingTokens() {
+	t.Helper()
+	reigns := t.reigns()
 	for i := 1; i < len(reigns); i++ {
 		if reigns[i].token <= reigns[i-1].token {
 			t.Errorf("%v follows %v", reigns[i], reigns[i-1])
