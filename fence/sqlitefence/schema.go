@@ -92,9 +92,6 @@ func install(c *sqlite3.Conn) error {
 			return fmt.Errorf("its aegis tables are of version %s, this program knows version %d; use a newer aegis", version, schemaVersion)
 		}
 	}
-	if readOnly, _ := c.ReadOnly("main"); readOnly {
-		return sqlite3.READONLY
-	}
 	mode, err := scalar(c, "PRAGMA journal_mode=WAL")
 	if err != nil {
 		return err
