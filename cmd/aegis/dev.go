@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 	etcd "go.etcd.io/etcd/api/v3/version"
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 )
 
 func init() { register(newDev) }
@@ -107,10 +109,16 @@ func startEtcd(ctx context.Context, dir, listen string) (*embed.Etcd, error) {
 	if errors.As(err, &lookup) {
 		return nil, usagef("--listen %s is not an address: %w", listen, err)
 	}
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return nil, fmt.Errorf("cannot listen on %s: %w; is another etcd running there? --listen 127.0.0.1:0 takes a free port", listen, syscall.EADDRINUSE)
+	}
 	if err != nil {
-		return nil, fmt.Errorf("cannot listen on %s: %w; is another etcd running there? --listen 127.0.0.1:0 takes a free port", listen, err)
+		return nil, fmt.Errorf("cannot listen on %s: %w", listen, err)
 	}
 	_ = probe.Close()
+	if host, port, err := net.SplitHostPort(listen); err == nil && host == "" {
+		listen = net.JoinHostPort("0.0.0.0", port) // etcd wants it spelled out
+	}
 
 	cfg := embed.NewConfig()
 	cfg.Name, cfg.Dir = "dev", dir
@@ -119,7 +127,7 @@ func startEtcd(ctx context.Context, dir, listen string) (*embed.Etcd, error) {
 	cfg.ListenPeerUrls = []url.URL{{Scheme: "http", Host: "127.0.0.1:0"}} // has no peers, but etcd insists
 	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
 	cfg.EnableGRPCGateway = false
-	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(lastWords(dir))
 	e, err := embed.StartEtcd(cfg)
 	if err != nil {
 		return nil, fmt.Errorf("start etcd in %s on %s: %w", dir, listen, err)
@@ -138,6 +146,28 @@ func startEtcd(ctx context.Context, dir, listen string) (*embed.Etcd, error) {
 	e.Server.HardStop()
 	e.Close()
 	return nil, fmt.Errorf("start etcd in %s on %s: %w", dir, listen, err)
+}
+
+// lastWords is a log that is silent until etcd gives up, which it does by ending the process: then it says why.
+func lastWords(dir string) *zap.Logger {
+	hook := giveUp(dir)
+	return zap.New(zapcore.NewNopCore(), zap.WithPanicHook(hook), zap.WithFatalHook(hook))
+}
+
+type giveUp string
+
+// OnWrite implements zapcore.CheckWriteHook.
+func (dir giveUp) OnWrite(e *zapcore.CheckedEntry, fields []zapcore.Field) {
+	values := zapcore.NewMapObjectEncoder()
+	for _, f := range fields {
+		f.AddTo(values)
+	}
+	why := e.Message
+	if err, ok := values.Fields["error"]; ok {
+		why = fmt.Sprintf("%s: %v", why, err)
+	}
+	fmt.Fprintf(os.Stderr, "aegis: etcd cannot go on: %s; if the data in %s is damaged, delete it to start anew\n", strings.ReplaceAll(why, "\n", "; "), string(dir))
+	os.Exit(exitFailure)
 }
 
 // clientAddress is how clients on this machine reach a listener.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,4 +52,21 @@ func TestDev(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestDevWithDamagedDataSaysSo(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	for path, size := range map[string]int{"member/wal/0000000000000000-0000000000000000.wal": 1 << 10, "member/snap/db": 1 << 16} {
+		path = filepath.Join(dir, path)
+		if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, bytes.Repeat([]byte{7}, size), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := aegisCmd(t, "dev", "--data-dir", dir, "--listen", "127.0.0.1:0")
+	r.wants(t, 1, "", dir)
+	oneLineError(t, r)
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"os"
 	"strconv"
 	"sync"
@@ -16,6 +17,15 @@ import (
 type brood struct {
 	mu    sync.Mutex
 	spare func(pid int) bool // children that somebody else reaps
+}
+
+// usable reports why children cannot be listed, if so.
+func (b *brood) usable() error {
+	self, err := os.Readlink("/proc/self")
+	if err == nil && self != strconv.Itoa(os.Getpid()) {
+		err = errors.New("it shows another pid namespace; mount the one of this container")
+	}
+	return err
 }
 
 // adopt makes this process the parent of its orphaned descendants, instead of init.
@@ -56,6 +66,9 @@ func (b *brood) children() ([]proc, error) {
 		if len(f) < 3 || !bytes.Equal(f[1], self) || b.spare != nil && b.spare(pid) {
 			continue
 		}
+		if child, _ := look(pid); !child { // /proc may be of another pid namespace, in which numbers mean others
+			continue
+		}
 		pgrp, _ := strconv.Atoi(string(f[2]))
 		out = append(out, proc{pid: pid, state: f[0][0], pgrp: pgrp})
 	}
@@ -89,13 +102,13 @@ func (b *brood) kill() {
 	}
 }
 
-// dead reports whether a child has died, without reaping it.
-func dead(pid int) bool {
+// look asks the kernel whether pid is a child of this process, and whether it has died, without reaping it.
+func look(pid int) (child, dead bool) {
 	var info unix.Siginfo
 	for {
 		err := unix.Waitid(unix.P_PID, pid, &info, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
 		if err != unix.EINTR {
-			return err == nil && info.Signo != 0
+			return err == nil, err == nil && info.Signo != 0
 		}
 	}
 }

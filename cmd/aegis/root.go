@@ -103,6 +103,10 @@ func newRoot(o *options) *cobra.Command {
 	for _, command := range commands {
 		root.AddCommand(command(o))
 	}
+	// The global flags are shown once, by the root's help.
+	root.SetUsageTemplate(strings.Replace(root.UsageTemplate(), "Global Flags:\n{{.InheritedFlags.FlagUsages | trimTrailingWhitespaces}}",
+		"Global flags (--endpoints, --output, ...) and exit codes: aegis --help", 1))
+	root.Flags().SortFlags = false
 	return root
 }
 

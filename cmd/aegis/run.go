@@ -26,16 +26,20 @@ const leastRest = 100 * time.Millisecond
 func newRun(o *options) *cobra.Command {
 	var f runFlags
 	cmd := &cobra.Command{
-		Use:     "run NAME -- COMMAND [ARG...]",
+		Use:     "run NAME [flags] -- COMMAND [ARG...]",
 		GroupID: groupLead,
-		Short:   "Run a command while leading an election, and only then",
+
+		DisableFlagsInUseLine: true,
+
+		Short: "Run a command while leading an election, and only then",
 		Long: `run waits to lead, then runs the command, with AEGIS_ELECTION, AEGIS_NODE and AEGIS_TOKEN in its environment.
 
 When the command ends, run gives the election up at once and exits with the command's code. When the term is lost,
 the command's whole process group gets TERM, and KILL after --grace, so that it is dead before the lease ends and
 another can lead; then run waits to lead again, and starts the command anew. This holds also when run itself is
 stopped or killed. SIGTERM, SIGINT or SIGHUP to run stop the command likewise, with --stop-grace; a second one kills
-it. All descendants of the command end with it, those that left its process group too.
+it. All descendants of the command end with it, those that left its process group too, so it must stay in the
+foreground. It has no controlling terminal.
 
 The command should pass AEGIS_TOKEN to whatever it writes to, which then can refuse what comes too late.`,
 		Example: `  aegis run settle-boss -- ./settle --boss 42

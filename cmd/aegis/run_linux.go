@@ -45,7 +45,7 @@ func (r *runner) run(ctx context.Context, name string) error {
 	if err := r.brood.adopt(); err != nil {
 		return fmt.Errorf("become the parent of orphans: %w", err)
 	}
-	if _, err := r.brood.children(); err != nil {
+	if err := r.brood.usable(); err != nil {
 		return fmt.Errorf("run needs /proc: %w", err)
 	}
 	defer r.signals()()
@@ -88,7 +88,6 @@ func (r *runner) signals() (stop func()) {
 		for {
 			select {
 			case s := <-sigs:
-				r.log.Info("aegis: stopping", "signal", s.String())
 				if r.signalled.Swap(true) {
 					select {
 					case r.hurry <- struct{}{}:
@@ -96,6 +95,7 @@ func (r *runner) signals() (stop func()) {
 					}
 				}
 				r.finish()
+				r.log.Info("aegis: stopping", "signal", s.String()) // after the deed: whoever reads the log may stand still
 			case <-died:
 				r.brood.reapOrphans(0)
 			case <-done:
@@ -135,8 +135,11 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 	k := r.keeper
 	log := r.log.With("election", led.Term.Election, "token", led.Term.Token)
 	trust, ok := r.trust(led)
-	if !ok || ctx.Err() != nil {
+	if ctx.Err() != nil {
 		return nil
+	}
+	if !ok {
+		return r.goOn(ctx, led)
 	}
 	env := map[string]string{"AEGIS_ELECTION": led.Term.Election, "AEGIS_NODE": string(led.Term.Node),
 		"AEGIS_TOKEN": strconv.FormatInt(led.Term.Token, 10), "AEGIS_ENDPOINTS": strings.Join(r.o.endpoints, ","), "AEGIS_PREFIX": r.o.prefix}
@@ -157,23 +160,23 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			}
 		case <-lost:
 			lost, stop = nil, nil
-			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", r.grace)
 			k.tell(order{Op: "stop", Grace: r.grace})
 			silent = time.After(r.grace + (r.margin-r.grace)/4)
+			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", r.grace)
 		case <-stop:
 			stop = nil
 			if led.Held() {
-				log.Info("aegis: stopping the child", "grace", r.stopGrace)
 				k.tell(order{Op: "stop", Grace: r.stopGrace})
 				silent = time.After(r.stopGrace + time.Second)
+				log.Info("aegis: stopping the child", "grace", r.stopGrace)
 			}
 		case <-r.hurry:
 			k.tell(order{Op: "stop"})
 			silent = time.After(time.Second)
 		case <-silent:
-			log.Warn("aegis: the watchdog does not report in time, killing the child without it", "pid", k.cmd.Process.Pid)
 			silent, replaced = nil, true
 			k.kill()
+			log.Warn("aegis: the watchdog does not report in time, killing the child without it", "pid", k.cmd.Process.Pid)
 		case rep, open := <-k.reports:
 			if open {
 				if last = rep; rep.Op == "started" {
@@ -186,12 +189,15 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 				r.killOrphans()
 				last = report{Op: "ended", Status: int(syscall.SIGKILL)}
 			}
-			return r.after(led, log, last)
+			if err := r.after(led, log, last); err != nil || r.ended || r.signalled.Load() {
+				return err
+			}
+			return r.goOn(ctx, led)
 		}
 	}
 }
 
-// after decides what follows when the watchdog has ended.
+// after decides whether run is over when the watchdog has ended.
 func (r *runner) after(led *aegis.Leadership, log *slog.Logger, last report) error {
 	end := func(err error) error {
 		r.outcome, r.ended = err, true
@@ -219,7 +225,15 @@ func (r *runner) after(led *aegis.Leadership, log *slog.Logger, last report) err
 	if r.exitOnLoss && !led.Held() {
 		return end(exitf(exitLost, "%w (--exit-on-loss)", context.Cause(led.Context())))
 	}
-	if r.signalled.Load() {
+	return nil
+}
+
+// goOn has Run enter the election again, and a watchdog wait for that: what returns while its term is held ends Run.
+func (r *runner) goOn(ctx context.Context, led *aegis.Leadership) error {
+	if err := led.Resign(ctx); err != nil { // only asks, and changes nothing where the term is over
+		return err
+	}
+	if r.keeper != nil {
 		return nil
 	}
 	return r.prepare(led.Term.Election)

@@ -208,9 +208,11 @@ func (w *warden) step() time.Duration {
 		w.over = !w.parent || w.stopping
 		return 0
 	}
-	if w.pid != 0 && !w.reaped && dead(w.pid) {
-		w.own = w.own || !w.stopping
-		w.stop(now) // what the child has left behind goes with it
+	if w.pid != 0 && !w.reaped {
+		if _, dead := look(w.pid); dead {
+			w.own = w.own || !w.stopping
+			w.stop(now) // what the child has left behind goes with it
+		}
 	}
 	if !w.parent || now >= w.trust {
 		w.stop(now + w.grace)
