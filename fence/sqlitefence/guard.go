@@ -56,7 +56,7 @@ type Guard struct {
 	path string
 	turn chan struct{} // full while somebody writes; Go serves waiting senders in order
 	w    *sql.DB       // the one writing connection, behind gate
-	r    *sql.DB       // query_only
+	r    *sql.DB       // for reading alone
 	gate gate
 	seek *sql.Stmt // on w: the record of a name
 
@@ -95,6 +95,7 @@ func Open(path string, cfg Config) (*Guard, error) {
 	}
 	g.w.SetMaxOpenConns(1) // SQLite has one writer at a time; more connections would only poll for the lock
 	g.r, err = driver.Open(path, func(c *sqlite3.Conn) error {
+		c.CommitHook(func() bool { return false }) // also where somebody switches query_only off
 		return connect(c, cfg.Init, "PRAGMA query_only=on")
 	})
 	if err != nil {

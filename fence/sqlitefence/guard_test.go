@@ -98,6 +98,9 @@ func TestDBRefusesWrites(t *testing.T) {
 	if _, err := g.DB().ExecContext(bounded(t), "INSERT INTO loot (item) VALUES ('around the fence')"); !errors.Is(err, sqlite3.READONLY) {
 		t.Fatalf("got %v, want that this connection is read-only", err)
 	}
+	if _, err := g.DB().ExecContext(bounded(t), "PRAGMA query_only=off; INSERT INTO loot (item) VALUES ('around the fence')"); err == nil {
+		t.Fatal("the fence has a hole")
+	}
 	wantLoot(t, g)
 }
 

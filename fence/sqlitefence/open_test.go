@@ -33,9 +33,14 @@ func TestOpenRefusesWhatItCannotGuard(t *testing.T) {
 		}, "its aegis tables are of version 2, this program knows version 1; use a newer aegis"},
 		"a table in the way": {func(dir string) string {
 			path := filepath.Join(dir, "file.db")
-			exec(t, path, "PRAGMA journal_mode=WAL; CREATE TABLE aegis_meta (mine TEXT)")
+			exec(t, path, "CREATE TABLE aegis_meta (mine TEXT)")
 			return path
 		}, "no such column"},
+		"other tables in the way": {func(dir string) string {
+			path := filepath.Join(dir, "file.db")
+			exec(t, path, "CREATE TABLE aegis_fence (mine TEXT); CREATE TABLE aegis_once (mine TEXT)")
+			return path
+		}, "it has tables of the guard's names that are not the guard's: aegis_once, aegis_fence; rename them"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()

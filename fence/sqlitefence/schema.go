@@ -79,11 +79,11 @@ func prepare(ctx context.Context, path string) (string, error) {
 }
 
 func install(c *sqlite3.Conn) error {
-	tables, err := scalar(c, "SELECT count(*) FROM sqlite_schema WHERE name = 'aegis_meta'")
+	tables, err := scalar(c, "SELECT group_concat(name, ', ' ORDER BY name DESC) FROM sqlite_schema WHERE name IN ('aegis_meta', 'aegis_fence', 'aegis_once')")
 	if err != nil {
 		return err
 	}
-	if tables != "0" {
+	if strings.Contains(tables, "aegis_meta") {
 		version, err := scalar(c, "SELECT max(value) FROM aegis_meta WHERE key = 'schema'")
 		if err != nil {
 			return err
@@ -91,6 +91,8 @@ func install(c *sqlite3.Conn) error {
 		if version != fmt.Sprint(schemaVersion) {
 			return fmt.Errorf("its aegis tables are of version %s, this program knows version %d; use a newer aegis", version, schemaVersion)
 		}
+	} else if tables != "" {
+		return fmt.Errorf("it has tables of the guard's names that are not the guard's: %s; rename them", tables)
 	}
 	mode, err := scalar(c, "PRAGMA journal_mode=WAL")
 	if err != nil {
@@ -99,7 +101,7 @@ func install(c *sqlite3.Conn) error {
 	if mode != "wal" {
 		return fmt.Errorf("it cannot be put into WAL mode (journal_mode stays %q); use a file on a local disk", mode)
 	}
-	if tables != "0" {
+	if tables != "" {
 		return nil
 	}
 	tx, err := c.BeginImmediate()
