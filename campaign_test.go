@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -87,9 +88,13 @@ func TestWinningTransaction(t *testing.T) {
 						w.Intercept("a", once(winning, verdict))
 						ctx, cancel := context.WithTimeout(w.ctx, patience)
 						defer cancel()
+						began := time.Now()
 						led, err := a.Election("boss").Campaign(ctx)
 						if err == nil && !led.Held() {
 							w.Fatal("a leadership that is not held")
+						}
+						if err == nil && time.Since(began) > patience {
+							w.Fatal("won after its caller had given up")
 						}
 						if err != nil && led != nil {
 							w.Fatal("an error and a leadership")
@@ -131,7 +136,7 @@ func TestWinningTransaction(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			ctx, cancel := context.WithTimeout(w.ctx, 10*time.Millisecond)
 			defer cancel()
-			n := 0
+			var n atomic.Int32
 			w.Intercept("a", func(c etcdsim.Call) (v etcdsim.Verdict) {
 				txn, ok := c.Request.(*pb.TxnRequest)
 				switch {
@@ -139,14 +144,14 @@ func TestWinningTransaction(t *testing.T) {
 					v.DelayRequest = 50 * time.Millisecond
 				case ok && len(txn.Success) == 1 && txn.Success[0].GetRequestDeleteRange() != nil:
 					v.DelayRequest = 300 * time.Millisecond
-					n++
+					n.Add(1)
 				}
 				return v
 			})
 			if _, err := a.Election("boss").Campaign(ctx); err == nil {
 				w.Fatal("won before it was committed")
 			}
-			w.within(time.Second, "the sweep is under way", func() bool { return n == 1 })
+			w.within(time.Second, "the sweep is under way", func() bool { return n.Load() == 1 })
 			if _, err := w.Client("ops").Delete(w.ctx, aegis.DefaultPrefix+"election/boss"); err != nil {
 				w.Fatal(err)
 			}

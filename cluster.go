@@ -227,25 +227,34 @@ func (c *Cluster) Request(ctx context.Context, term Term, to NodeID) error {
 	if to != "" {
 		op = "transfer"
 	}
-	return c.against(ctx, op, term, func(s electionState) []clientv3.Op {
+	return c.against(ctx, op, term, func(ctx context.Context, s electionState) ([]clientv3.Op, error) {
+		if to != "" {
+			queue, err := readQueue(ctx, c.cli, c.keys, term.Election)
+			if err != nil {
+				return nil, err
+			}
+			if _, waits := find(queue, to); !waits {
+				return nil, fmt.Errorf("%s is not among its waiting candidates", to)
+			}
+		}
 		host, _ := os.Hostname()
 		return []clientv3.Op{clientv3.OpPut(c.keys.request(term.Election), encode(requestRecord{Version: recordVersion, Op: op, To: to,
-			Term: s.leader.mod, By: fmt.Sprintf("%s, pid %d", host, os.Getpid())}))}
+			Term: s.leader.mod, By: fmt.Sprintf("%s, pid %d", host, os.Getpid())}))}, nil
 	})
 }
 
 // Evict deletes the key of a leader that works on: its watch tells it, and guards refuse it once a rival has won, but
 // until it has noticed two may work side by side. Prefer Request. Errors as for Request.
 func (c *Cluster) Evict(ctx context.Context, term Term) error {
-	return c.against(ctx, "evict", term, func(s electionState) []clientv3.Op {
+	return c.against(ctx, "evict", term, func(_ context.Context, s electionState) ([]clientv3.Op, error) {
 		record := s.record.termRecord
 		record.Ended, record.Won = "evicted by an operator", s.leader.mod
-		return []clientv3.Op{clientv3.OpDelete(c.keys.leader(term.Election)), clientv3.OpPut(c.keys.term(term.Election), encode(record))}
+		return []clientv3.Op{clientv3.OpDelete(c.keys.leader(term.Election)), clientv3.OpPut(c.keys.term(term.Election), encode(record))}, nil
 	})
 }
 
 // against executes ops if the term is in office.
-func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(electionState) []clientv3.Op) error {
+func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(context.Context, electionState) ([]clientv3.Op, error)) error {
 	ctx, cancel := c.bound(ctx)
 	defer cancel()
 	s, _, err := readState(ctx, c.cli, c.keys, term.Election)
@@ -259,8 +268,12 @@ func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(
 	if now.Token != term.Token {
 		return fmt.Errorf("aegis: %s %s: %s is in office: %w", what, term, now, &FencedError{Name: term.Election, Token: term.Token, Newest: now.Token})
 	}
+	then, err := ops(ctx, s)
+	if err != nil {
+		return fmt.Errorf("aegis: %s %s: %w", what, term, err)
+	}
 	resp, err := c.cli.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(c.keys.leader(term.Election)), "=", s.leader.mod)).
-		Then(ops(s)...).Commit()
+		Then(then...).Commit()
 	if err != nil {
 		return fmt.Errorf("aegis: %s %s: %w", what, term, err)
 	}
@@ -323,7 +336,7 @@ func (c *Cluster) Prune(ctx context.Context) ([]string, error) {
 		}
 		resp, err := c.cli.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(c.keys.leader(name)), "=", 0),
 			clientv3.Compare(clientv3.ModRevision(c.keys.term(name)), "=", record.mod)).
-			Then(clientv3.OpDelete(c.keys.term(name)), clientv3.OpDelete(c.keys.request(name))).Commit()
+			Then(clientv3.OpDelete(c.keys.term(name)), clientv3.OpDelete(c.keys.request(name)), clientv3.OpDelete(c.keys.commit(name))).Commit()
 		if err != nil {
 			return removed, fmt.Errorf("aegis: prune %q: %w", name, err)
 		}

@@ -150,11 +150,15 @@ func (e *Election) Await(ctx context.Context) (*Leadership, error) {
 func (e *Election) Current() (*Leadership, bool) {
 	n := e.node
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	if s := n.slots[e.name]; s != nil && s.led != nil && s.led.handed.Load() && s.led.Held() {
-		return s.led, true
+	var led *Leadership
+	if s := n.slots[e.name]; s != nil {
+		led = s.led
 	}
-	return nil, false
+	n.mu.Unlock() // Held may end the lease, which takes the lock
+	if led == nil || !led.handed.Load() || !led.Held() {
+		return nil, false
+	}
+	return led, true
 }
 
 // Leader asks etcd who leads. It blocks until etcd answers, at most TTL/3. Errors: [ErrNoLeader] when the election is
@@ -189,6 +193,20 @@ func readState(ctx context.Context, cli *clientv3.Client, keys keyspace, name st
 	return stateOf(resp), resp.Header.ClusterId, nil
 }
 
+// readState reads as the function does, and halts the node when etcd is not the one that it was.
+func (n *Node) readState(ctx context.Context, name string) (electionState, error) {
+	seen := n.past.seen.Load()
+	resp, err := n.cli.Txn(ctx).Then(readOps(n.keys, name)...).Commit()
+	if err != nil {
+		return electionState{}, err
+	}
+	if err := n.past.check(resp.Header, seen); err != nil {
+		n.halt(err)
+		return electionState{}, err
+	}
+	return stateOf(resp), nil
+}
+
 // readOps are the reads whose answers stateOf understands.
 func readOps(keys keyspace, name string) []clientv3.Op {
 	return []clientv3.Op{clientv3.OpGet(keys.leader(name)), clientv3.OpGet(keys.offset()), clientv3.OpGet(keys.term(name))}
@@ -218,7 +236,7 @@ func (e *Election) Observe(ctx context.Context) iter.Seq2[Term, error] {
 			yield(Term{}, e.err)
 			return
 		}
-		e.node.view.observe(ctx, e.name, e.node.cluster.Load(), yield)
+		e.node.view.observe(ctx, e.name, e.node.past.cluster.Load(), yield)
 	}
 }
 
@@ -288,8 +306,6 @@ func readQueue(ctx context.Context, cli *clientv3.Client, keys keyspace, name st
 		return nil, err
 	}
 	v := newView(nil, keys, 0, nil, nil)
-	for _, kv := range resp.Kvs {
-		v.put(kv)
-	}
+	v.load(resp.Kvs)
 	return v.queues[name], nil
 }

@@ -1,7 +1,6 @@
 package aegis
 
 import (
-	"context"
 	"errors"
 	"fmt"
 
@@ -9,7 +8,6 @@ import (
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 )
 
 // Aliases, so that a program needs one import until it uses a guard.
@@ -103,21 +101,18 @@ func permanent(err error) bool {
 	return false
 }
 
-// undone reports an error of etcd's that proves that the request had no effect. Everything else, a context's end and
-// Canceled above all, leaves it open whether the request was executed, will be, or was executed twice.
+// undone reports an error of etcd's own that proves that the request had no effect. Everything else, a context's end and
+// Canceled above all, leaves it open whether the request was executed, will be, or was executed twice. So does "no
+// space", which etcd answers after it has executed, and whatever gRPC itself found wrong with the answer.
 func undone(err error) bool {
-	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+	var e rpctypes.EtcdError
+	if !errors.As(err, &e) {
 		return false
 	}
-	code := status.Code(err)
-	var e rpctypes.EtcdError
-	if errors.As(err, &e) {
-		code = e.Code()
-	}
-	switch code {
-	case codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.PermissionDenied, codes.ResourceExhausted,
-		codes.FailedPrecondition, codes.OutOfRange, codes.Unimplemented, codes.Unauthenticated:
+	switch e.Code() {
+	case codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.PermissionDenied, codes.FailedPrecondition,
+		codes.OutOfRange, codes.Unauthenticated:
 		return true
 	}
-	return false
+	return errors.Is(err, rpctypes.ErrTooManyRequests)
 }

@@ -46,7 +46,7 @@ func Example() {
 		for settled := 0; ; settled++ {
 			select {
 			case kill := <-kills: // paid in one transaction with the check of the token
-				if _, err := loot.Exec(ctx, l.Term, `INSERT INTO loot (kill, item) VALUES (?, 'sword')`, kill); err != nil {
+				if _, err := loot.Exec(l.Context(), l.Term, `INSERT INTO loot (kill, item) VALUES (?, 'sword')`, kill); err != nil {
 					return err // ErrFenced: the term is over, and Run enters again
 				}
 				fmt.Println("paid for kill", kill)

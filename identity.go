@@ -25,7 +25,7 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) (other *m
 		Program: program(), Meta: n.cfg.Meta, Addrs: n.cfg.Addresses})
 	clusterID := strconv.FormatUint(cluster, 16)
 	for {
-		before := n.seen.Load()
+		before := n.past.seen.Load()
 		tctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 		var resp *clientv3.TxnResponse
 		var err error
@@ -43,11 +43,11 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) (other *m
 		if err != nil {
 			return nil, fmt.Errorf("register %s: %w", key, err)
 		}
-		if err := n.sameEtcd(resp.Header, before); err != nil {
-			n.halt(l, err)
+		if err := n.past.check(resp.Header, before); err != nil {
+			n.halt(err)
 			return nil, err
 		}
-		n.cluster.CompareAndSwap(0, cluster)
+		n.past.cluster.CompareAndSwap(0, cluster)
 		switch {
 		case n.cfg.Unlisted:
 			return nil, n.checkCluster(resp.Responses[0].GetResponseRange().GetKvs(), clusterID)
@@ -94,6 +94,9 @@ func (n *Node) waitOut(ctx context.Context, kv *mvccpb.KeyValue) error {
 	_ = json.Unmarshal(kv.Value, &other)
 	id := clientv3.LeaseID(kv.Lease)
 	key := n.keys.node(n.cfg.ID)
+	if id == clientv3.NoLease {
+		return fmt.Errorf("%w: %s has no lease, so nothing will ever remove it: delete it by hand if %s is not running", ErrNodeIDTaken, key, n.cfg.ID)
+	}
 	taken := fmt.Errorf("%w: %s is used by a living process on host %s, pid %d, since %s; give this one another ID",
 		ErrNodeIDTaken, n.cfg.ID, other.Host, other.PID, other.Started.Format(time.RFC3339))
 	waiting := fmt.Sprintf("the lease of the former %s (host %s, pid %d) to run out", n.cfg.ID, other.Host, other.PID)

@@ -3,6 +3,7 @@ package aegis
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/url"
 	"strconv"
 	"strings"
@@ -27,6 +28,7 @@ const NoPrefix = "\x00"
 //	request/<name>                   requestRecord; an operator's wish
 //	node/<id>                        nodeRecord; under the node's lease
 //	meta/token-offset, meta/cluster  numbers, decimal and hexadecimal
+//	write/<name>                     nonce of the latest Commit; not watched
 type keyspace string
 
 func newKeyspace(prefix string) keyspace {
@@ -46,6 +48,7 @@ const (
 	dirNode      = "node/"
 	dirRequest   = "request/"
 	dirTerm      = "term/"
+	dirWrite     = "write/"
 	metaOffset   = dirMeta + "token-offset"
 	metaCluster  = dirMeta + "cluster"
 )
@@ -54,6 +57,7 @@ func (k keyspace) leader(name string) string  { return string(k) + dirElection +
 func (k keyspace) term(name string) string    { return string(k) + dirTerm + name }
 func (k keyspace) request(name string) string { return string(k) + dirRequest + name }
 func (k keyspace) node(id NodeID) string      { return string(k) + dirNode + string(id) }
+func (k keyspace) commit(name string) string  { return string(k) + dirWrite + name }
 func (k keyspace) offset() string             { return string(k) + metaOffset }
 func (k keyspace) cluster() string            { return string(k) + metaCluster }
 func (k keyspace) dir(dir string) string      { return string(k) + dir }
@@ -68,7 +72,7 @@ func (k keyspace) candidate(name string, lease clientv3.LeaseID) string {
 	return k.candidates(name) + strconv.FormatInt(int64(lease), 16)
 }
 
-// watched is the range that holds every key above, [first, end). One watch over it sees one election's leader, term
+// watched is the range that holds all keys that anybody waits for, [first, end). One watch over it sees one election's leader, term
 // and queue in one order.
 func (k keyspace) watched() (first, end string) {
 	return string(k) + dirCandidate, clientv3.GetPrefixRangeEnd(string(k) + dirTerm)
@@ -116,6 +120,37 @@ type termRecord struct {
 	Ended     string    `json:"ended,omitempty"`  // how this term ended, if its leader could still say so
 	Won       int64     `json:"won,omitempty"`    // beside Ended: ModRevision of the leader key that was
 	Before    string    `json:"before,omitempty"` // how the term before ended
+
+	rest map[string]json.RawMessage // fields of later versions, kept when the record is written again
+}
+
+// plainTerm has the fields of termRecord and not its methods.
+type plainTerm termRecord
+
+func (r *termRecord) UnmarshalJSON(b []byte) error {
+	p := plainTerm{}
+	if err := json.Unmarshal(b, &p); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, &p.rest); err != nil {
+		return err
+	}
+	*r = termRecord(p)
+	return nil
+}
+
+func (r termRecord) MarshalJSON() ([]byte, error) {
+	b, err := json.Marshal(plainTerm(r))
+	if err != nil || len(r.rest) == 0 {
+		return b, err
+	}
+	known := map[string]json.RawMessage{}
+	if err := json.Unmarshal(b, &known); err != nil {
+		return nil, err
+	}
+	all := maps.Clone(r.rest)
+	maps.Copy(all, known)
+	return json.Marshal(all)
 }
 
 type candidateRecord struct {

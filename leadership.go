@@ -5,9 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
+	"strconv"
 	"sync/atomic"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
@@ -40,6 +43,7 @@ type Leadership struct {
 	turn     chan struct{} // holds one token: serializes releases
 	released atomic.Bool   // the key is known to be gone or another's
 	asked    atomic.Pointer[handover]
+	handedTo atomic.Pointer[handover] // set when the key was handed to a successor
 }
 
 // handover is how an ended term is to be released: to a successor, or to nobody in particular.
@@ -66,33 +70,62 @@ func (l *Leadership) Cmp() clientv3.Cmp {
 }
 
 // Commit executes ops in one etcd transaction, guarded by [Leadership.Cmp]: etcd itself is the guard. It blocks until
-// etcd answers, TTL/3 at most. At most 127 operations with etcd's default limits.
+// etcd answers, TTL/3 at most. At most 126 operations with etcd's default limits.
 //
 // Errors: [ErrFenced] when the term is over, and nothing was done; [ErrUnknown] when the answer was lost; etcd's own,
-// and nothing was done. The operations must bear being executed twice in a row, as the client may send them again.
+// and nothing was done. The operations must bear being executed twice in a row, as etcd's client may send them again.
 func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.TxnResponse, error) {
 	n := l.e.node
-	if !l.Held() {
-		return nil, fmt.Errorf("aegis: commit: %w: %w", ErrFenced, l.loss())
+	fail := func(errs ...error) (*clientv3.TxnResponse, error) {
+		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, errors.Join(errs...))
+	}
+	if loss := l.loss(); loss != nil {
+		return fail(ErrFenced, loss)
 	}
 	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 	defer cancel()
-	resp, err := n.cli.Txn(ctx).If(l.Cmp()).Then(ops...).Else(readOps(n.keys, l.term.Election)...).Commit()
-	switch {
-	case err == nil && resp.Succeeded:
-		return resp, nil
-	case err == nil:
-		newest := stateOf(resp).term(l.term.Election, 0)
-		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, &FencedError{Name: l.term.Election, Token: l.term.Token, Newest: newest.Token})
-	case undone(err):
-		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, err)
+	// The nonce tells a refusal from the second execution of a commit whose first was done just before the term ended.
+	mark := n.keys.commit(l.term.Election)
+	nonce := strconv.FormatUint(rand.Uint64(), 16)
+	seen := n.past.seen.Load()
+	resp, err := n.cli.Txn(ctx).If(l.Cmp()).
+		Then(append(slices.Clip(ops), clientv3.OpPut(mark, nonce))...).
+		Else(append(readOps(n.keys, l.term.Election), clientv3.OpGet(mark))...).Commit()
+	if err != nil && !undone(err) {
+		return fail(ErrUnknown, err)
 	}
-	return nil, fmt.Errorf("aegis: commit under %s: %w: %w", l.term, ErrUnknown, err)
+	var marks []*mvccpb.KeyValue
+	switch {
+	case err != nil: // of the last execution; look whether there was one before
+		got, gerr := n.cli.Get(ctx, mark)
+		if gerr != nil {
+			return fail(ErrUnknown, err, gerr)
+		}
+		marks = got.Kvs
+	case !n.sameEtcd(resp.Header, seen):
+		return fail(ErrUnknown, l.loss())
+	case resp.Succeeded:
+		resp.Responses = resp.Responses[:len(ops)]
+		return resp, nil
+	default:
+		marks = resp.Responses[3].GetResponseRange().Kvs
+	}
+	switch {
+	case len(marks) > 0 && string(marks[0].Value) == nonce:
+		return fail(ErrUnknown, errors.New("it was executed, and then sent again by etcd's client"), err)
+	case err != nil:
+		return fail(err)
+	}
+	newest := stateOf(resp).term(l.term.Election, 0)
+	if newest.Token == 0 {
+		return fail(ErrFenced, errors.New("its key is gone from etcd, and nobody leads"))
+	}
+	return fail(&FencedError{Name: l.term.Election, Token: l.term.Token, Newest: newest.Token})
 }
 
 // Resign ends the term. Inside Run it asks: the context ends, Run releases the key after the function has returned,
 // and Resign returns at once. Outside Run, stop your work first: it ends the context and deletes the key, and returns
-// when the key is gone or ctx ends.
+// when the key is gone, ctx ends, or etcd has not answered for TTL/3.
 //
 // It is idempotent, may be repeated after an error, and deletes only this term's own key, never a rival's. The term is
 // over whatever it returns; after an error the key goes as soon as etcd can be reached, with the lease at the latest.
@@ -107,8 +140,15 @@ func (l *Leadership) Resign(ctx context.Context) error {
 
 // Transfer ends the term and hands it to a waiting candidate in one transaction. Inside Run it asks, as Resign does.
 // A successor that does not wait here is an error, and the term goes on; one that is gone at the last moment makes it
-// a Resign, and the error says so.
+// a Resign, and the error says so. A term that is over cannot be transferred any more: the error is a [*LossError];
+// repeating a transfer that was done is nil.
 func (l *Leadership) Transfer(ctx context.Context, to NodeID) error {
+	if l.released.Load() {
+		if h := l.handedTo.Load(); h != nil && h.to == to {
+			return nil
+		}
+		return fmt.Errorf("aegis: transfer %s to %s: %w", l.term, to, l.loss())
+	}
 	if !l.ended.Load() {
 		queue := l.e.node.view.state(l.term.Election).queue
 		if _, ok := find(queue, to); !ok { // the view may lag: ask
@@ -144,13 +184,23 @@ func (l *Leadership) ask(reason error, to NodeID) {
 	l.end(reason)
 }
 
+// successor returns to whom the term is to be handed, "" for nobody in particular.
+func (l *Leadership) successor() NodeID {
+	if h := l.asked.Load(); h != nil {
+		return h.to
+	}
+	return ""
+}
+
 // loss returns why the term is over, nil while it is held.
 func (l *Leadership) loss() error {
 	if l.Held() {
 		return nil
 	}
-	l.end(errTrustEnded) // unless somebody has given another reason
-	<-l.ctx.Done()       // follows at once
+	if l.lease.ended.Load() { // its cause is set before
+		l.end(l.lease.cause)
+	}
+	<-l.ctx.Done() // follows at once
 	return context.Cause(l.ctx)
 }
 
@@ -194,6 +244,7 @@ func (l *Leadership) release(ctx context.Context, to NodeID) error {
 	if to != "" {
 		done, err := l.handOver(ctx, to)
 		if done {
+			l.handedTo.Store(&handover{to: to})
 			l.gone(fmt.Sprintf("transferred to %s", to))
 			return nil
 		}
@@ -253,8 +304,11 @@ func (l *Leadership) handOver(ctx context.Context, to NodeID) (bool, error) {
 	switch {
 	case errors.Is(err, rpctypes.ErrLeaseNotFound):
 		return false, errors.New("its lease has run out")
-	case err != nil:
-		return false, err
+	case err != nil: // it may have been done all the same
+		rctx, cancel := n.detached(ctx)
+		defer cancel()
+		now, rerr := n.readState(rctx, name)
+		return rerr == nil && now.record.mod == now.leader.mod && uint64(now.record.Nonce) == nonce, err
 	case resp.Succeeded:
 		return true, nil
 	}

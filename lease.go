@@ -26,13 +26,13 @@ type lease struct {
 	id     clientv3.LeaseID
 	clk    clock.Clock
 	margin time.Duration
-	ttl    time.Duration // as granted
 	alarm  clock.Alarm
 	onEnd  func(*lease, error) // called once, by whoever finds the end, without locks
 
 	trust atomic.Pointer[trust]
 	ended atomic.Bool
 	done  chan struct{} // closed when ended
+	told  chan struct{} // closed when onEnd has returned
 	quiet chan struct{} // closed when its goroutine is gone
 	mu    sync.Mutex    // serializes renewals and the end
 
@@ -47,7 +47,7 @@ type trust struct {
 }
 
 func newLease(id clientv3.LeaseID, clk clock.Clock, start clock.Mark, ttl, margin time.Duration, onEnd func(*lease, error)) *lease {
-	l := &lease{id: id, clk: clk, margin: margin, ttl: ttl, alarm: clk.NewAlarm(), onEnd: onEnd, done: make(chan struct{}), quiet: make(chan struct{})}
+	l := &lease{id: id, clk: clk, margin: margin, alarm: clk.NewAlarm(), onEnd: onEnd, done: make(chan struct{}), told: make(chan struct{}), quiet: make(chan struct{})}
 	l.trust.Store(&trust{from: start, lasts: ttl - margin})
 	l.alarm.Set(l.left())
 	go l.watchTrust()
@@ -123,6 +123,7 @@ func (l *lease) finish(reason error) {
 	close(l.done)
 	l.mu.Unlock()
 	l.onEnd(l, reason)
+	close(l.told)
 }
 
 // watchTrust ends the lease when its time is up, so that contexts end without anybody calling Held.

@@ -61,7 +61,10 @@ func (n *Node) Leave(ctx context.Context) error {
 		}
 	}
 	if len(working) > 0 && !n.cfg.Unlisted {
-		_, rerr := n.cli.Txn(dctx).If(clientv3.Compare(clientv3.ModRevision(n.keys.node(n.cfg.ID)), "=", n.incarnation)).
+		n.mu.Lock()
+		incarnation := n.incarnation
+		n.mu.Unlock()
+		_, rerr := n.cli.Txn(dctx).If(clientv3.Compare(clientv3.ModRevision(n.keys.node(n.cfg.ID)), "=", incarnation)).
 			Then(clientv3.OpDelete(n.keys.node(n.cfg.ID))).Commit()
 		err = errors.Join(err, rerr)
 	}

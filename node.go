@@ -10,7 +10,6 @@ import (
 	"os"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"aegis/internal/clock"
@@ -99,8 +98,7 @@ type Node struct {
 	view    *view
 	host    string
 	started time.Time
-	cluster atomic.Uint64 // etcd's cluster id, as of the first answer
-	seen    atomic.Int64  // the greatest revision that an answer showed
+	past    past // what etcd has shown so far
 
 	ctx    context.Context // ends when the node has left or the client is closed
 	cancel context.CancelFunc
@@ -129,7 +127,7 @@ type Node struct {
 // haltedAt remembers what the node had seen when it found that etcd went back.
 type haltedAt struct {
 	token  int64 // the greatest that can have been given out
-	offset offsetEntry
+	offset int64
 	err    error
 }
 
@@ -152,13 +150,15 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
 	n.leaving, n.leave = context.WithCancelCause(context.Background())
 	n.view = newView(cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
+	n.view.past, n.view.wentBack = &n.past, n.halt
 
-	l, err := n.openLease(ctx)
+	l, err := n.openLease(ctx, n.grantTimeout())
 	if err != nil {
 		n.cancel()
 		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
 	}
 	n.install(l)
+	n.events.emit(Event{Kind: EventJoined})
 	n.wg.Go(func() { n.view.run(n.ctx) })
 	n.wg.Go(func() { n.keep(l) })
 	if err := n.awaitView(ctx); err != nil {
@@ -200,10 +200,14 @@ func (n *Node) detached(ctx context.Context) (context.Context, context.CancelFun
 	return context.WithTimeout(context.WithoutCancel(ctx), n.callTimeout())
 }
 
+// grantTimeout bounds a patient attempt to get a lease. Attempts to get back in begin with less, so that one that was
+// sent into a black hole is not waited for long after the hole has closed.
+func (n *Node) grantTimeout() time.Duration { return max(n.callTimeout(), 5*time.Second) }
+
 // openLease grants a lease and registers the node under it.
-func (n *Node) openLease(ctx context.Context) (*lease, error) {
+func (n *Node) openLease(ctx context.Context, timeout time.Duration) (*lease, error) {
 	for {
-		tctx, cancel := context.WithTimeout(ctx, max(n.callTimeout(), 5*time.Second))
+		tctx, cancel := context.WithTimeout(ctx, timeout)
 		start := clock.Start(n.clk)
 		resp, err := n.cli.Grant(tctx, int64(n.cfg.TTL/time.Second))
 		cancel()
@@ -253,7 +257,6 @@ func (n *Node) install(l *lease) bool {
 	n.lease, n.waiting, n.err = l, "", nil
 	n.lastRenewal = time.Now()
 	close(n.ready)
-	n.events.emit(Event{Kind: EventJoined})
 	return true
 }
 
@@ -304,7 +307,7 @@ func (n *Node) awaitLease(ctx context.Context) (*lease, error) {
 			return l, nil
 		}
 		if l != nil { // its end is being dealt with
-			ready = l.done
+			ready = l.told
 		}
 		select {
 		case <-ready:
@@ -321,19 +324,22 @@ func (n *Node) keep(l *lease) {
 	defer context.AfterFunc(n.leaving, cancel)() // no new lease from then on; the present one is renewed until Leave ends it
 	for {
 		n.renewUntilEnd(l)
+		timeout := time.Second
 		for pause := 25 * time.Millisecond; ; pause = min(2*pause, maxPause) {
 			if ctx.Err() != nil || n.leaving.Err() != nil { // the latter is there before ctx follows it
 				return
 			}
 			err := n.awaitRaise()
 			if err == nil {
-				l, err = n.openLease(ctx)
+				l, err = n.openLease(ctx, timeout)
+				timeout = min(2*timeout, n.grantTimeout())
 			}
 			if err == nil {
 				if !n.install(l) {
 					n.abandon(ctx, l, ErrLeft)
 					return
 				}
+				n.events.emit(Event{Kind: EventJoined})
 				break
 			}
 			n.failed("a new lease", err)
@@ -361,11 +367,12 @@ func (n *Node) failed(waiting string, err error) {
 
 // renewUntilEnd renews l every TTL/3 until it has ended or the node leaves.
 func (n *Node) renewUntilEnd(l *lease) {
-	timer := time.NewTimer(n.cfg.TTL / 3)
+	t := l.trust.Load()
+	timer := time.NewTimer(n.cfg.TTL/3 - t.from.Elapsed(n.clk)) // counted from the grant
 	defer timer.Stop()
 	for {
 		select {
-		case <-l.done:
+		case <-l.told:
 			return
 		case <-n.ctx.Done():
 			return
@@ -412,7 +419,7 @@ func (n *Node) renewOnce(l *lease) {
 func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 	ctx, cancel := context.WithTimeout(n.ctx, timeout)
 	defer cancel()
-	before := n.seen.Load()
+	before := n.past.seen.Load()
 	key := n.keys.node(n.cfg.ID)
 	if n.cfg.Unlisted {
 		key = n.keys.offset()
@@ -422,8 +429,7 @@ func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 		n.failed("", fmt.Errorf("read %s: %w", key, err))
 		return
 	}
-	if err := n.sameEtcd(resp.Header, before); err != nil {
-		n.halt(l, err)
+	if !n.sameEtcd(resp.Header, before) {
 		return
 	}
 	if !n.cfg.Unlisted && (len(resp.Kvs) == 0 || resp.Kvs[0].ModRevision != l.incarnation) {
@@ -432,35 +438,29 @@ func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 }
 
 // sameEtcd checks the header of a linearizable answer to a request that was sent when the greatest revision seen was
-// before.
-func (n *Node) sameEtcd(h *pb.ResponseHeader, before int64) error {
-	if known := n.cluster.Load(); known != 0 && h.ClusterId != known {
-		return fmt.Errorf("%w: etcd answers as cluster %x, it was %x: it was replaced", ErrTokenWentBack, h.ClusterId, known)
+// before. If it comes from another history, the node halts.
+func (n *Node) sameEtcd(h *pb.ResponseHeader, before int64) bool {
+	err := n.past.check(h, before)
+	if err != nil {
+		n.halt(err)
 	}
-	if h.Revision < before {
-		return fmt.Errorf("%w: etcd's revision is %d, it was %d: it was restored from a snapshot", ErrTokenWentBack, h.Revision, before)
-	}
-	for {
-		seen := n.seen.Load()
-		if h.Revision <= seen || n.seen.CompareAndSwap(seen, h.Revision) {
-			return nil
-		}
-	}
+	return err == nil
 }
 
 // halt ends all terms and keeps the node out of elections until the token offset has been raised.
-func (n *Node) halt(l *lease, err error) {
-	_, offset, _ := n.view.status()
+func (n *Node) halt(err error) {
 	n.mu.Lock()
-	first := n.halted == nil
+	first, l := n.halted == nil, n.lease
 	if first {
-		n.halted = &haltedAt{token: n.seen.Load() + offset.value, offset: offset, err: err}
+		n.halted = &haltedAt{token: n.past.seen.Load() + n.past.offset.Load(), offset: n.past.offset.Load(), err: err}
 	}
 	n.mu.Unlock()
 	if first {
 		n.events.emit(Event{Kind: EventHalted, Err: fmt.Errorf("%w; nobody campaigns until `aegis token raise`", err)})
 	}
-	l.end(err)
+	if l != nil {
+		l.end(err)
+	}
 }
 
 // awaitRaise returns nil when the node is not halted, or not any more: the offset was raised so far that new tokens
@@ -482,11 +482,10 @@ func (n *Node) awaitRaise() error {
 	if len(resp.Kvs) > 0 {
 		offset = parseOffset(resp.Kvs[0])
 	}
-	if offset.value <= h.offset.value || resp.Header.Revision+offset.value <= h.token {
+	if offset.value <= h.offset || resp.Header.Revision+offset.value <= h.token {
 		return fmt.Errorf("%w; run `aegis token raise --above %d`", h.err, h.token)
 	}
-	n.seen.Store(resp.Header.Revision)
-	n.cluster.Store(resp.Header.ClusterId)
+	n.past.forget(resp.Header)
 	n.view.relist()
 	n.mu.Lock()
 	n.halted, n.incarnation = nil, 0

@@ -71,7 +71,9 @@ func (n *Node) reconcileOne(name string) {
 		n.mu.Lock()
 		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod)
 		n.mu.Unlock()
-		led.stepDown(errOperator, r.To)
+		if _, waits := find(s.queue, r.To); waits || r.To == "" {
+			led.stepDown(errOperator, r.To)
+		}
 	}
 }
 
@@ -91,7 +93,8 @@ func (slot *slot) claims(s electionState) bool {
 		return false
 	}
 	return slot.nonce != 0 && uint64(s.record.Nonce) == slot.nonce ||
-		slot.waiting && slot.lease == s.leader.lease && slot.created != 0 && slot.created == s.record.Candidate
+		slot.waiting && slot.lease == s.leader.lease && s.record.Candidate != 0 &&
+			(slot.created == s.record.Candidate || slot.created == 0) // the answer to the enqueuing is still on its way
 }
 
 // sweep deletes a key if its revision is still the one seen, in the background, until that is certain or the node has

@@ -27,7 +27,8 @@ var (
 //     returned is logged.
 //   - fn returned while its term was held: Run releases and returns fn's result, nil too.
 //   - ctx ended: Run waits for fn, releases, and returns ctx's cause. [Node.Leave] does the same with [ErrLeft].
-//   - fn panics: Run does not recover, and does not release: the key is left to its lease.
+//   - fn panics: Run does not recover, and does not release: the key is left to its lease. Should the process live on,
+//     the lease is not renewed again, so every term of this node ends.
 //
 // A function that ignores its context is never joined by a second one in this process; when it outlives its term by
 // the margin, an EventOverrun says so. Errors besides: a [*NotLeaderError] when this node leads or campaigns already.
@@ -50,11 +51,7 @@ func (e *Election) Run(ctx context.Context, fn func(context.Context, *Leadership
 			held := led.Held()
 			led.end(errReturned)
 			dctx, cancel := n.detached(ctx)
-			var to NodeID
-			if h := led.asked.Load(); h != nil {
-				to = h.to
-			}
-			if err := led.release(dctx, to); err != nil {
+			if err := led.release(dctx, led.successor()); err != nil {
 				n.cfg.Logger.Warn("aegis: release", "election", e.name, "token", led.term.Token, "err", err)
 			}
 			cancel()
@@ -74,7 +71,9 @@ func (e *Election) Run(ctx context.Context, fn func(context.Context, *Leadership
 			n.cfg.Logger.Warn("aegis: entering again", "election", e.name, "err", err)
 		}
 		sleep(ctx, pause/2+rand.N(pause))
-		pause = min(2*pause, n.cfg.TTL/2)
+		if pause = min(2*pause, maxPause); errors.Is(err, errGuard) {
+			pause = n.cfg.TTL / 2 // a store that is down is not helped by elections
+		}
 	}
 }
 
@@ -124,26 +123,40 @@ func (e *Election) advanceGuards(ctx context.Context, led *Leadership) error {
 	gctx, cancel := context.WithTimeout(ctx, n.cfg.TTL)
 	defer cancel()
 	defer context.AfterFunc(led.ctx, cancel)()
+	panicked := true
+	defer func() {
+		if panicked {
+			led.lease.end(errPanicked)
+		}
+	}()
+	err := e.advanceEach(gctx, led)
+	panicked = false
+	switch {
+	case err == nil:
+		return nil
+	case led.loss() != nil:
+		return led.loss() // no fault of the guard's
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	}
+	err = fmt.Errorf("%w: %w", errGuard, e.explain(ctx, led, err))
+	n.events.emit(Event{Kind: EventGuardUnreachable, Term: led.term, Err: err})
+	return err
+}
+
+func (e *Election) advanceEach(ctx context.Context, led *Leadership) error {
 	for _, g := range e.guards {
 		for pause := rankPause; ; pause = min(2*pause, maxPause) {
-			err := g.Advance(gctx, led.term)
+			err := g.Advance(ctx, led.term)
 			if err == nil {
 				break
 			}
-			if !refusal(err) {
-				if sleep(gctx, pause); gctx.Err() == nil {
-					continue
-				}
+			if refusal(err) {
+				return err
 			}
-			if loss := led.loss(); loss != nil {
-				return loss // no fault of the guard's
+			if sleep(ctx, pause); ctx.Err() != nil {
+				return err
 			}
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			err = fmt.Errorf("%w: %w", errGuard, e.explain(ctx, led, err))
-			n.events.emit(Event{Kind: EventGuardUnreachable, Term: led.term, Err: err})
-			return err
 		}
 	}
 	return nil
@@ -163,7 +176,7 @@ func (e *Election) explain(ctx context.Context, led *Leadership, err error) erro
 	n := e.node
 	rctx, cancel := n.detached(ctx)
 	defer cancel()
-	if now, _, rerr := readState(rctx, n.cli, n.keys, e.name); rerr == nil && now.leader.mod == led.mod {
+	if now, rerr := n.readState(rctx, e.name); rerr == nil && now.leader.mod == led.mod {
 		return &fence.TokenWentBackError{Name: e.name, Token: led.term.Token, Newest: fenced.Newest}
 	}
 	return err

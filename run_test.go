@@ -367,6 +367,10 @@ func (g *failing) Advance(ctx context.Context, terms ...aegis.Term) error {
 	return g.memoryGuard.Advance(ctx, terms...)
 }
 
+type guardFunc func(context.Context, ...aegis.Term) error
+
+func (g guardFunc) Advance(ctx context.Context, terms ...aegis.Term) error { return g(ctx, terms...) }
+
 func TestGuardsOfAnElection(t *testing.T) {
 	down := errors.New("connection refused")
 	t.Run("AreAdvancedBeforeTheTermIsHandedOut", func(t *testing.T) {
@@ -416,6 +420,30 @@ func TestGuardsOfAnElection(t *testing.T) {
 			}
 			g.err.Store(nil)
 			w.within(2*ttl, "work begins", func() bool { return works.Load() == 1 })
+		})
+	})
+	t.Run("TermLostWhileTheyAdvanceIsNotHandedOut", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a := w.join("a")
+			evicting := true
+			e := a.Election("boss", aegis.WithGuards(guardFunc(func(_ context.Context, terms ...aegis.Term) error {
+				if evicting {
+					evicting = false
+					if err := aegis.Open(w.Client("ops"), "").Evict(w.ctx, terms[0]); err != nil {
+						w.Error(err)
+					}
+					time.Sleep(100 * time.Millisecond) // the watch tells a
+				}
+				return nil
+			})))
+			l, err := e.Campaign(w.ctx)
+			if l != nil || !errors.Is(err, aegis.ErrLost) {
+				w.Fatalf("%v, %v", l, err)
+			}
+			evicting = true
+			if l, err = e.Await(w.ctx); err != nil || !l.Held() { // goes on by itself
+				w.Fatalf("%v, %v", l, err)
+			}
 		})
 	})
 	t.Run("AboveARestoredEtcdSayTokenWentBack", func(t *testing.T) {

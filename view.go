@@ -27,7 +27,7 @@ import (
 type view struct {
 	cli    *clientv3.Client
 	keys   keyspace
-	period time.Duration // how often a sign of life is asked for; also the bound on a list
+	period time.Duration // how often the watch is asked for a sign of life, at least
 	log    *slog.Logger
 	// changed is called after each batch, without locks, with the elections touched; nil means any. It must not block.
 	changed func(names map[string]bool)
@@ -43,10 +43,12 @@ type view struct {
 	all      map[*subscription]struct{}
 	open     bool  // the watch has been open since some list: what happens from now on is shown at once
 	err      error // why the mirror is not being kept up at the moment
-	fatal    error // why it never will be again
+	fatal    error // the same, where it takes somebody to mend it: those who wait are told
 
-	signs atomic.Int64  // signs of life on the present watch
-	again chan struct{} // asks for a new list
+	past     *past         // what etcd has shown, shared with the node
+	wentBack func(error)   // called when a list shows another history; may be nil
+	patience int           // how many signs of life in a row the watch may owe before it counts as silent
+	again    chan struct{} // asks for a new list
 }
 
 // relist has the view list anew at once.
@@ -124,7 +126,7 @@ func (s electionState) offsetOfTerm() offsetEntry {
 
 func newView(cli *clientv3.Client, keys keyspace, period time.Duration, log *slog.Logger, changed func(map[string]bool)) *view {
 	v := &view{cli: cli, keys: keys, period: period, log: log, changed: changed,
-		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, again: make(chan struct{}, 1)}
+		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, past: &past{}, patience: leastPatience, again: make(chan struct{}, 1)}
 	v.reset()
 	return v
 }
@@ -150,7 +152,7 @@ func (v *view) status() (open bool, offset offsetEntry, err error) {
 	return v.open, v.offset, cmp.Or(v.fatal, v.err)
 }
 
-// fatalError says why the view is not kept up and never will be again; nil while it is.
+// fatalError says why the view is not kept up where no repetition mends that.
 func (v *view) fatalError() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -203,23 +205,23 @@ func (v *view) subscribe(name string) (s *subscription, cancel func()) {
 	}
 }
 
-// run keeps the view up until ctx ends or a permanent error.
+// run keeps the view up until ctx ends. Those who wait are told of permanent errors, which may be mended all the same.
 func (v *view) run(ctx context.Context) {
+	timeout := time.Second
 	for pause := time.Duration(0); ctx.Err() == nil; {
-		err := v.list(ctx)
+		err := v.list(ctx, timeout)
 		if err == nil {
-			pause = 0
+			pause, timeout = 0, time.Second
 			err = v.follow(ctx)
+		} else {
+			timeout = min(2*timeout, operatorTimeout)
 		}
 		if ctx.Err() != nil {
 			return
 		}
 		v.fail(err)
-		if permanent(err) {
-			return
-		}
 		v.log.Debug("aegis: watch interrupted; listing anew", "prefix", string(v.keys), "err", err)
-		pause = min(max(2*pause, v.period/64), v.period)
+		pause = min(max(2*pause, rankPause), maxPause)
 		sleep(ctx, pause/2+rand.N(pause))
 	}
 }
@@ -227,8 +229,8 @@ func (v *view) run(ctx context.Context) {
 func (v *view) fail(err error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.err = err
-	if permanent(err) {
+	v.err, v.fatal = err, nil
+	if permanent(err) || errors.Is(err, ErrTokenWentBack) {
 		v.fatal = err
 	}
 	for s := range v.all {
@@ -236,9 +238,9 @@ func (v *view) fail(err error) {
 	}
 }
 
-// list takes a snapshot of all keys at one revision, bounded by the period.
-func (v *view) list(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, v.period)
+// list takes a snapshot of all keys at one revision.
+func (v *view) list(ctx context.Context, timeout time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	if _, err := v.read(ctx); err != nil {
 		return err
@@ -252,19 +254,25 @@ func (v *view) read(ctx context.Context) (*clientv3.TxnResponse, error) {
 	for _, dir := range []string{dirCandidate, dirElection, dirMeta, dirRequest, dirTerm} {
 		gets = append(gets, clientv3.OpGet(v.keys.dir(dir), clientv3.WithPrefix()))
 	}
+	seen := v.past.seen.Load()
 	resp, err := v.cli.Txn(ctx).Then(gets...).Commit()
 	if err != nil {
 		return nil, fmt.Errorf("list keys under %s: %w", v.keys.dir(""), err)
+	}
+	if err := v.past.check(resp.Header, seen); err != nil {
+		if v.wentBack != nil {
+			v.wentBack(err)
+		}
+		return nil, err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.reset()
 	for _, r := range resp.Responses {
-		for _, kv := range r.GetResponseRange().Kvs {
-			v.put(kv)
-		}
+		v.load(r.GetResponseRange().Kvs)
 	}
-	v.rev, v.err = resp.Header.Revision, nil
+	v.rev, v.err, v.fatal = resp.Header.Revision, nil, nil
+	raise(&v.past.offset, v.offset.value)
 	for s := range v.all {
 		s.wake()
 	}
@@ -288,10 +296,9 @@ func (v *view) follow(ctx context.Context) error {
 		for range events { //nolint:revive // drained until the client closes it, so that its goroutines are gone
 		}
 	}()
-	ticker := time.NewTicker(v.period)
+	ticker := time.NewTicker(v.signPeriod())
 	defer ticker.Stop()
-	v.signs.Store(1)
-	for quiet := 0; ; {
+	for owed := 0; ; {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -304,18 +311,34 @@ func (v *view) follow(ctx context.Context) error {
 			if err := resp.Err(); err != nil {
 				return fmt.Errorf("watch of %s: %w", v.keys.dir(""), err)
 			}
-			v.signs.Add(1)
+			owed = 0
 			v.apply(&resp)
 		case <-ticker.C:
-			if v.signs.Swap(0) > 0 {
-				quiet = 0
-			} else if quiet++; quiet > 1 {
-				return fmt.Errorf("watch of %s was silent for %v", v.keys.dir(""), time.Duration(quiet)*v.period)
+			if owed >= v.patience {
+				v.patience *= 2 // should etcd be overloaded, listing more often does not help it
+				return fmt.Errorf("watch of %s owes %d signs of life", v.keys.dir(""), owed)
 			}
-			// An error shows as silence.
-			_ = v.cli.RequestProgress(ctx)
+			if owed == 0 {
+				v.patience = max(v.patience-1, leastPatience)
+			}
+			owed++
+			_ = v.cli.RequestProgress(ctx) // an error shows as silence
+			ticker.Reset(v.signPeriod())
 		}
 	}
+}
+
+// leastPatience is how many signs of life a watch may owe in a row before it counts as silent.
+const leastPatience = 2
+
+// signPeriod is how often a sign of life is asked for: more often when somebody waits for what the watch has to tell.
+func (v *view) signPeriod() time.Duration {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if len(v.all) > 0 {
+		return min(v.period, 300*time.Millisecond)
+	}
+	return v.period
 }
 
 func (v *view) apply(resp *clientv3.WatchResponse) {
@@ -333,6 +356,7 @@ func (v *view) apply(resp *clientv3.WatchResponse) {
 	}
 	for _, ev := range resp.Events {
 		v.rev = max(v.rev, ev.Kv.ModRevision)
+		raise(&v.past.seen, ev.Kv.ModRevision)
 		if ev.Type == mvccpb.DELETE {
 			touched[v.drop(ev.Kv.Key)] = true
 		} else {
@@ -346,12 +370,43 @@ func (v *view) apply(resp *clientv3.WatchResponse) {
 		}
 	}
 	if offset != v.offset {
+		raise(&v.past.offset, v.offset.value)
 		touched = nil // concerns every election
 	}
 	v.mu.Unlock()
 	if len(resp.Events) > 0 {
 		v.changed(touched)
 	}
+}
+
+// load takes in many keys at once. Queues are put in order at the end: inserting one by one is quadratic.
+func (v *view) load(kvs []*mvccpb.KeyValue) {
+	queues := map[string][]candidate{}
+	for _, kv := range kvs {
+		if dir, rest := v.keys.split(kv.Key); dir == dirCandidate {
+			if name, c, ok := parseCandidate(kv, rest); ok {
+				queues[name] = append(queues[name], c)
+			}
+		} else {
+			v.put(kv)
+		}
+	}
+	for name, queue := range queues {
+		slices.SortFunc(queue, turn)
+		v.queues[name] = queue
+	}
+}
+
+func parseCandidate(kv *mvccpb.KeyValue, rest string) (name string, c candidate, ok bool) {
+	name, lease, ok := splitCandidate(rest)
+	c = candidate{lease: lease, created: kv.CreateRevision}
+	_ = json.Unmarshal(kv.Value, &c.candidateRecord)
+	return name, c, ok
+}
+
+// turn orders candidates: the greater priority first, then the older.
+func turn(a, b candidate) int {
+	return cmp.Or(cmp.Compare(b.Priority, a.Priority), cmp.Compare(a.created, b.created))
 }
 
 // put takes in a key and returns the election that it belongs to, if any. Records that cannot be read count as empty:
@@ -368,13 +423,13 @@ func (v *view) put(kv *mvccpb.KeyValue) (name string) {
 		v.terms[rest] = t
 		return rest
 	case dirCandidate:
-		name, lease, ok := splitCandidate(rest)
+		name, c, ok := parseCandidate(kv, rest)
 		if !ok {
 			return ""
 		}
-		c := candidate{lease: lease, created: kv.CreateRevision}
-		_ = json.Unmarshal(kv.Value, &c.candidateRecord)
-		v.queues[name] = enqueue(without(v.queues[name], lease), c)
+		queue := without(v.queues[name], c.lease)
+		i, _ := slices.BinarySearchFunc(queue, c, turn)
+		v.queues[name] = slices.Insert(queue, i, c)
 		return name
 	case dirRequest:
 		r := requestEntry{mod: kv.ModRevision}
@@ -416,14 +471,6 @@ func (v *view) drop(key []byte) (name string) {
 		}
 	}
 	return ""
-}
-
-// enqueue returns a new queue with c in its place: the greater priority first, then the older.
-func enqueue(queue []candidate, c candidate) []candidate {
-	i, _ := slices.BinarySearchFunc(queue, c, func(a, b candidate) int {
-		return cmp.Or(cmp.Compare(b.Priority, a.Priority), cmp.Compare(a.created, b.created))
-	})
-	return slices.Insert(queue, i, c)
 }
 
 // without returns a new queue: those handed out by state are never changed.
