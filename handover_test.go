@@ -74,10 +74,20 @@ func TestResign(t *testing.T) {
 			if got := after["Txn"] - before["Txn"]; got != 2 {
 				w.Fatalf("a campaign and a resignation are %d transactions", got)
 			}
-			w.lead(a, "boss") // at once, before the watch has shown that the key is gone
+			led = w.lead(a, "boss")
+			w.within(ttl, "the watch has shown the win", func() bool {
+				for term := range a.Election("boss").Observe(w.ctx) {
+					return term == led.Term
+				}
+				return false
+			})
+			w.SilenceWatches("a") // it will not show that the key is gone
+			before = w.Calls("a")
+			_ = led.Resign(w.ctx)
+			w.lead(a, "boss")
 			time.Sleep(ttl / 10)
-			if got := w.Calls("a")["Txn"] - before["Txn"]; got != 3 {
-				w.Fatalf("with another campaign they are %d transactions", got)
+			if got := w.Calls("a")["Txn"] - before["Txn"]; got != 2 {
+				w.Fatalf("behind a lagging watch they are %d transactions", got)
 			}
 			for method, n := range after {
 				if method != "Txn" && method != "LeaseKeepAlive" && method != "WatchProgress" && n != before[method] {
@@ -253,6 +263,24 @@ func TestTransfer(t *testing.T) {
 			})
 		})
 	}
+	t.Run("OfATermThatIsOverToOneWhoStillWaitsIsRefused", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			led, _, _ := three(w)
+			w.SilenceWatches("a")
+			w.SilenceWatches("b")
+			w.SilenceWatches("c")
+			if err := aegis.Open(w.Client("ops"), "").Evict(w.ctx, led.Term); err != nil {
+				w.Fatal(err)
+			}
+			rival := w.lead(w.join("d"), "boss")
+			if err := led.Transfer(w.ctx, "b"); err == nil {
+				w.Fatal("transferred")
+			}
+			if kv := w.Dump(aegis.DefaultPrefix + "election/boss"); len(kv) != 1 || kv[0].Modified != rival.Token {
+				w.Fatalf("the rival's key is gone: %v", kv)
+			}
+		})
+	})
 	t.Run("ToAWaiterThatHasJustGivenUpIsGivenBack", func(t *testing.T) {
 		simulate(t, func(w *world) {
 			led := w.lead(w.join("a"), "boss")
@@ -305,6 +333,25 @@ func TestOperators(t *testing.T) {
 			w.within(time.Second, "the request is gone", func() bool { return len(w.keys("request/")) == 0 })
 			if !led.Held() {
 				w.Fatal("it was taken")
+			}
+		})
+	})
+	t.Run("EvictionMeetsOnlyTheTermThatItNames", func(t *testing.T) {
+		// The term ends and another begins between the operator's look and the deletion.
+		simulate(t, func(w *world) {
+			a := w.join("a")
+			led := w.lead(a, "boss")
+			var next *aegis.Leadership
+			w.Intercept("ops", func(c etcdsim.Call) etcdsim.Verdict {
+				if txn, ok := c.Request.(*pb.TxnRequest); ok && len(txn.Compare) > 0 {
+					_ = led.Resign(w.ctx)
+					next = w.lead(a, "boss")
+				}
+				return etcdsim.Verdict{}
+			})
+			w.mustIs(aegis.Open(w.Client("ops"), "").Evict(w.ctx, led.Term), aegis.ErrNoLeader)
+			if time.Sleep(ttl); !next.Held() {
+				w.Fatal("the next term was evicted")
 			}
 		})
 	})
@@ -383,7 +430,8 @@ func TestOperators(t *testing.T) {
 }
 
 func TestRestore(t *testing.T) {
-	for name, opts := range map[string][]etcdsim.RestoreOption{"SameClusterID": nil, "OtherClusterID": {etcdsim.AsCluster(42)}} {
+	for name, opts := range map[string][]etcdsim.RestoreOption{"SameClusterID": nil, "OtherClusterID": {etcdsim.AsCluster(42)},
+		"OtherClusterIDAndGreaterRevision": {etcdsim.AsCluster(42), etcdsim.BumpRevision(1000)}} {
 		t.Run(name, func(t *testing.T) {
 			simulate(t, func(w *world) {
 				a, b := w.join("a"), w.join("b")
@@ -411,6 +459,13 @@ func TestRestore(t *testing.T) {
 					if _, err := a.Election("boss").Campaign(w.ctx); !errors.Is(err, aegis.ErrNotReady) {
 						w.Fatalf("campaign: %v", err)
 					}
+				}
+				// An offset that brings new tokens above nothing does not do.
+				if _, err := cli.Put(w.ctx, aegis.DefaultPrefix+"meta/token-offset", "1"); err != nil {
+					w.Fatal(err)
+				}
+				if time.Sleep(ttl); a.Health().State != "halted" {
+					w.Fatal("an offset of 1 was enough")
 				}
 				if h := a.Health(); h.State != "halted" || !strings.Contains(h.Waiting, "token raise") {
 					w.Fatalf("health: %+v", h)

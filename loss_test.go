@@ -129,6 +129,22 @@ func TestTrustEndsInTime(t *testing.T) {
 			w.Logf("ended after %v: %v", took, context.Cause(led.Context()))
 		})
 	})
+	t.Run("RevokedLeaseEndsWithTheNextRenewalThoughNoWatchTells", func(t *testing.T) {
+		simulate(t, func(w *world) {
+			a := w.join("a", func(c *aegis.Config) { c.TTL = 30 * time.Second })
+			led := w.lead(a, "boss")
+			time.Sleep(time.Second)
+			w.SilenceWatches("a")
+			w.Intercept("a", func(c etcdsim.Call) (v etcdsim.Verdict) {
+				if txn, ok := c.Request.(*pb.TxnRequest); ok && len(txn.Success) > 3 {
+					v.DropRequest = true // and no list
+				}
+				return v
+			})
+			_ = w.Revoke(w.leaseOf(a))
+			w.within(10*time.Second, "the term ends", func() bool { return led.Context().Err() != nil })
+		})
+	})
 	t.Run("EtcdStoppedForTwiceTheTTL", func(t *testing.T) {
 		simulate(t, func(w *world) {
 			guard := memoryGuard{}

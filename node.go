@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -474,15 +475,16 @@ func (n *Node) awaitRaise() error {
 	}
 	ctx, cancel := context.WithTimeout(n.ctx, n.callTimeout())
 	defer cancel()
-	resp, err := n.cli.Get(ctx, n.keys.offset())
+	resp, err := n.cli.Txn(ctx).Then(clientv3.OpGet(n.keys.offset()), clientv3.OpGet(n.keys.cluster())).Commit()
 	if err != nil {
 		return err
 	}
 	offset := offsetEntry{}
-	if len(resp.Kvs) > 0 {
-		offset = parseOffset(resp.Kvs[0])
+	if kvs := resp.Responses[0].GetResponseRange().Kvs; len(kvs) > 0 {
+		offset = parseOffset(kvs[0])
 	}
-	if offset.value <= h.offset || resp.Header.Revision+offset.value <= h.token {
+	foreign := n.checkCluster(resp.Responses[1].GetResponseRange().Kvs, strconv.FormatUint(resp.Header.ClusterId, 16))
+	if foreign != nil || offset.value <= h.offset || resp.Header.Revision+offset.value <= h.token {
 		return fmt.Errorf("%w; run `aegis token raise --above %d`", h.err, h.token)
 	}
 	n.past.forget(resp.Header)

@@ -231,6 +231,10 @@ func TestElection(t *testing.T) {
 				}
 			}
 			w.within(50*time.Millisecond, "b leads", func() bool { return w.won(r) })
+			infos, err := aegis.Open(w.Client("ops"), "").Elections(w.ctx)
+			if err != nil || len(infos) != 2 || !strings.HasSuffix(infos[0].LastEnd, "left") || !strings.HasSuffix(infos[1].LastEnd, "left") {
+				w.Fatalf("%+v, %v; want to read that a left", infos, err)
+			}
 			if err := w.nodes[1].Leave(w.ctx); err != nil {
 				w.Fatal(err)
 			}
