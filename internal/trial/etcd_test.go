@@ -1,6 +1,7 @@
 package trial
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -31,18 +32,11 @@ func (t *trial) anyWin(d time.Duration, above int64, nodes ...*node) (winner *no
 	return winner, won
 }
 
-// health waits until a node's health is as wanted.
-func (n *node) health(d time.Duration, what string, ok func(aegis.Health) bool) {
+// until waits until a node's lease has been renewed once more, or its health is in the given state.
+func (n *node) until(what string) {
 	n.t.Helper()
-	err := lab.Eventually(within(n.t.T, d), n.id+" to be "+what, func(context.Context) (bool, error) {
-		r := n.do(5*time.Second, "health", "health")
-		if ok(r.Health) {
-			return true, nil
-		}
-		return false, fmt.Errorf("it is %+v, %s", r.Health, r.Err)
-	})
-	if err != nil {
-		n.t.Fatal(err)
+	if r := n.do(15*time.Second, "until", "until "+what); r.Err != "" {
+		n.t.Fatal(r.Err)
 	}
 }
 
@@ -146,8 +140,7 @@ func restored(t *testing.T, transfer bool, opts lab.RestoreOptions) {
 	}
 	// Both nodes have seen a later revision than the snapshot's: they look with each renewal.
 	for _, n := range []*node{leader, follower} {
-		from := time.Now()
-		n.health(5*time.Second, "renewed", func(h aegis.Health) bool { return h.LastRenewal.After(from) })
+		n.until("renewed")
 	}
 	leader.writes(won.Token, "good")
 
@@ -162,7 +155,7 @@ func restored(t *testing.T, transfer bool, opts lab.RestoreOptions) {
 		t.Errorf("Held said yes %v after the restored etcd was there", late)
 	}
 	for _, n := range []*node{leader, follower} {
-		n.health(10*time.Second, "halted", func(h aegis.Health) bool { return h.State == "halted" })
+		n.until("halted")
 	}
 	// Vacant, and time for anybody to campaign who would.
 	x.vacant(10 * time.Second)
@@ -234,18 +227,11 @@ func (t *trial) vacant(d time.Duration) {
 		if errors.Is(err, aegis.ErrNoLeader) {
 			return true, nil
 		}
-		return false, cmpErr(err, fmt.Errorf("%v leads", term))
+		return false, cmp.Or(err, fmt.Errorf("%v leads", term))
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-}
-
-func cmpErr(err, otherwise error) error {
-	if err != nil {
-		return err
-	}
-	return otherwise
 }
 
 // TestLosingEtcdsOwnLeaderCostsNoTerm: the member that leads etcd stops, or is cut off from the others while clients
@@ -291,9 +277,8 @@ func TestLosingEtcdsOwnLeaderCostsNoTerm(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			from := time.Now()
 			for _, n := range []*node{leader, follower} {
-				n.health(10*time.Second, "renewed", func(h aegis.Health) bool { return h.LastRenewal.After(from) })
+				n.until("renewed")
 			}
 			if end, lost := leader.find(func(r report) bool { return r.Kind == "end" }); lost {
 				t.Errorf("the leader lost its term: %s", end.Cause)
@@ -324,13 +309,21 @@ func TestLosingEtcdsOwnLeaderCostsNoTerm(t *testing.T) {
 }
 
 // etcdTerm returns the term of etcd's own leader.
-func (t *trial) etcdTerm() uint64 {
+func (t *trial) etcdTerm() (term uint64) {
 	t.Helper()
-	resp, err := t.admin.Get(within(t.T, 5*time.Second), "term")
+	err := lab.Eventually(within(t.T, 10*time.Second), "etcd to answer", func(ctx context.Context) (bool, error) {
+		ctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond) // a member without a quorum does not answer
+		defer cancel()
+		resp, err := t.admin.Get(ctx, "term")
+		if err == nil {
+			term = resp.Header.RaftTerm
+		}
+		return err == nil, err
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	return resp.Header.RaftTerm
+	return term
 }
 
 // receive yields what comes on a channel until ctx ends.

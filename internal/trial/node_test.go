@@ -71,12 +71,11 @@ type report struct {
 	Ended       int64  `json:",omitzero"` // "end": when the context had ended
 	Cause       string `json:",omitzero"` // "end": why
 
-	Err    string       `json:",omitzero"` // of joining, of a write, of leaving
-	Fenced bool         `json:",omitzero"` // "write": refused by the guard
-	Newest int64        `json:",omitzero"` // "write": which then names this token
-	Taken  bool         `json:",omitzero"` // "refused": the name is taken
-	Health aegis.Health `json:",omitzero"`
-	Note   string       `json:",omitzero"`
+	Err    string `json:",omitzero"` // of joining, of a write, of leaving
+	Fenced bool   `json:",omitzero"` // "write": refused by the guard
+	Newest int64  `json:",omitzero"` // "write": which then names this token
+	Taken  bool   `json:",omitzero"` // "refused": the name is taken
+	Note   string `json:",omitzero"`
 }
 
 // player is the state of a node process.
@@ -110,7 +109,7 @@ func playNode() error {
 	if err := json.Unmarshal([]byte(os.Getenv(configEnv)), &p.cfg); err != nil {
 		return err
 	}
-	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, nil)))
+	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	var err error
 	if p.cli, err = newClient(p.cfg.Endpoints); err != nil {
 		return err
@@ -160,8 +159,8 @@ func (p *player) obey(ctx context.Context, node *aegis.Node) error {
 				return err
 			}
 			p.say(p.write(ctx, token, item))
-		case "health":
-			p.say(report{Kind: "health", Health: withoutErr(node.Health()), Err: fmt.Sprint(node.Health().Err)})
+		case "until": // renewed, or a state of health
+			p.say(p.until(node, rest))
 		case "leave":
 			err := node.Leave(ctx)
 			p.say(report{Kind: "left", Err: fmt.Sprint(err)})
@@ -173,9 +172,20 @@ func (p *player) obey(ctx context.Context, node *aegis.Node) error {
 	return nil
 }
 
-func withoutErr(h aegis.Health) aegis.Health {
-	h.Err = nil // an interface does not come back out of JSON
-	return h
+// until waits until the node has been renewed once more, or is in the given state.
+func (p *player) until(node *aegis.Node, what string) report {
+	from := time.Now()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	err := lab.Eventually(ctx, p.cfg.ID+" to be "+what, func(context.Context) (bool, error) {
+		h := node.Health()
+		return h.State == what || what == "renewed" && h.LastRenewal.After(from), nil
+	})
+	r := report{Kind: "until", Note: what}
+	if err != nil {
+		r.Err = fmt.Sprintf("%v; it is %+v", err, node.Health())
+	}
+	return r
 }
 
 func (p *player) write(ctx context.Context, token int64, item string) report {
