@@ -226,21 +226,26 @@ func TestRunGroupIsDeadBeforeARivalLeads(t *testing.T) {
 		}
 	}
 	cut := func(_ *testing.T, _ *process, g *gate) { g.freeze() }
+	stopping := func(t *testing.T, p *process, _ *gate) {
+		eventually(t, "the child is told to stop", func() bool { return strings.Contains(p.stderr(), "stopping the child") })
+	}
 	for _, c := range []struct {
 		claim  string
 		faults []func(*testing.T, *process, *gate)
+		code   int // of run, once continued
 	}{
-		{"RunIsCutFromEtcd", []func(*testing.T, *process, *gate){cut}},
-		{"RunIsKilled", []func(*testing.T, *process, *gate){signalTo(syscall.SIGKILL)}},
-		{"RunIsStopped", []func(*testing.T, *process, *gate){signalTo(syscall.SIGSTOP)}},
-		{"RunIsCutThenStopped", []func(*testing.T, *process, *gate){cut, signalTo(syscall.SIGSTOP)}},
-		{"WatchdogIsKilled", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGKILL)}},
-		{"WatchdogIsStoppedAndRunCutFromEtcd", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGSTOP), cut}},
+		{"RunIsCutFromEtcd", []func(*testing.T, *process, *gate){cut}, 4},
+		{"RunIsKilled", []func(*testing.T, *process, *gate){signalTo(syscall.SIGKILL)}, 137},
+		{"RunIsStopped", []func(*testing.T, *process, *gate){signalTo(syscall.SIGSTOP)}, 4},
+		{"RunIsCutThenStopped", []func(*testing.T, *process, *gate){cut, signalTo(syscall.SIGSTOP)}, 4},
+		{"RunIsStoppedWhileItGivesTheChildLongToStop", []func(*testing.T, *process, *gate){signalTo(syscall.SIGTERM), stopping, signalTo(syscall.SIGSTOP)}, 137},
+		{"WatchdogIsKilled", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGKILL)}, 1},
+		{"WatchdogIsStoppedAndRunCutFromEtcd", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGSTOP), cut}, 4},
 	} {
 		t.Run(c.claim, func(t *testing.T) {
 			t.Parallel()
 			name, dir, g := "group "+c.claim, t.TempDir(), newGate(t)
-			p := start(t, "run", name, "--ttl", "2s", "--endpoints", g.addr, "--exit-on-loss", "--", os.Args[0], childArg, "stubborn", dir)
+			p := start(t, "run", name, "--ttl", "2s", "--endpoints", g.addr, "--exit-on-loss", "--stop-grace", "1h", "--", os.Args[0], childArg, "stubborn", dir)
 			leader := 0
 			for range 4 {
 				var who string
@@ -271,7 +276,10 @@ func TestRunGroupIsDeadBeforeARivalLeads(t *testing.T) {
 					t.Errorf("%s lived %v after a rival led\n%s", who, -spare, p.stderr())
 				}
 			}
-			_ = p.cmd.Process.Kill() // it may be stopped
+			_ = p.cmd.Process.Signal(syscall.SIGCONT)
+			if code := p.code(t); code != c.code {
+				t.Errorf("exit code %d, want %d\n%s", code, c.code, p.stderr())
+			}
 			p.rest(t)
 		})
 	}

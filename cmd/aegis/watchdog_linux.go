@@ -214,26 +214,29 @@ func (w *warden) step() time.Duration {
 			w.stop(now) // what the child has left behind goes with it
 		}
 	}
-	if !w.parent || now >= w.trust {
+	if !w.parent {
 		w.stop(now + w.grace)
 	}
-	due := w.trust
-	if w.stopping {
-		due = min(w.killAt, w.trust+w.grace) // run's own stop may be a long one; trust's end cuts it short
-		if now >= due {
-			w.finish()
-			return time.Duration(min(w.rounds, 20)) * time.Millisecond
-		}
-		if !w.termed && w.pid != 0 {
-			w.termed = true
-			_ = syscall.Kill(-w.pid, syscall.SIGTERM)
-			_ = syscall.Kill(-w.pid, syscall.SIGCONT) // a stopped process could not act on it
-		}
+	if now >= w.trust {
+		w.stop(w.trust + w.grace) // and not from now: the machine may have slept
+	}
+	if w.stopping && now >= w.killAt {
+		w.finish()
+		return time.Duration(min(w.rounds, 20)) * time.Millisecond
+	}
+	if w.stopping && !w.termed && w.pid != 0 {
+		w.termed = true
+		_ = syscall.Kill(-w.pid, syscall.SIGTERM)
+		_ = syscall.Kill(-w.pid, syscall.SIGCONT) // a stopped process could not act on it
 	}
 	if w.pid != 0 {
 		w.brood.reapOrphans(w.pid)
 	}
-	return due - now
+	wake := w.trust // even while stopping: run's own stop may be a long one, which trust's end cuts short
+	if w.stopping && (w.killAt < wake || now >= wake) {
+		wake = w.killAt
+	}
+	return wake - now
 }
 
 // finish kills the group, then whatever else has come to this process, until the kernel says that it has no children.
