@@ -68,9 +68,6 @@ func (m Mark) Elapsed(c Clock) time.Duration {
 	return max(mono, boot-m.boot)
 }
 
-// Time returns the mark's place on the process's own time line, for printing.
-func (m Mark) Time() time.Time { return time.Unix(0, m.at.Wall) }
-
 type key struct{}
 
 // With returns a context that carries c.
