@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os/signal"
 	"syscall"
@@ -35,7 +36,7 @@ With --no-wait it tries once: exit code 3 when another leads, 4 when the term is
 			}
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 			defer stop()
-			n, err := o.join(ctx, &node, args[0], o.quietLogger())
+			n, holder, err := o.join(ctx, &node, args[0], o.quietLogger())
 			if err != nil {
 				return interrupted(ctx, err)
 			}
@@ -48,7 +49,11 @@ With --no-wait it tries once: exit code 3 when another leads, 4 when the term is
 			if noWait {
 				return o.campaignOnce(ctx, cmd.OutOrStdout(), e)
 			}
-			return o.campaign(ctx, cmd.OutOrStdout(), n, e)
+			as := "as " + string(n.ID())
+			if holder.Token != 0 {
+				as += fmt.Sprintf("; %s leads with token %d", holder.Node, holder.Token)
+			}
+			return o.campaign(ctx, cmd.OutOrStdout(), e, as)
 		},
 	}
 	node.register(cmd)
@@ -57,8 +62,8 @@ With --no-wait it tries once: exit code 3 when another leads, 4 when the term is
 }
 
 // campaign leads term after term until ctx ends.
-func (o *options) campaign(ctx context.Context, w io.Writer, n *aegis.Node, e *aegis.Election) error {
-	o.line(w, "waiting", aegis.Term{Election: e.Name()}, "as "+string(n.ID()))
+func (o *options) campaign(ctx context.Context, w io.Writer, e *aegis.Election, as string) error {
+	o.line(w, "waiting", aegis.Term{Election: e.Name()}, as)
 	err := e.Run(ctx, func(ctx context.Context, led *aegis.Leadership) error {
 		o.line(w, "elected", led.Term, "")
 		<-ctx.Done()

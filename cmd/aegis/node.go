@@ -47,22 +47,23 @@ func (n *nodeFlags) validate(f *pflag.FlagSet) error {
 	return nil
 }
 
-// join looks whether etcd answers and the name is good, and makes this process a node.
-func (o *options) join(ctx context.Context, n *nodeFlags, name string, log *slog.Logger) (*aegis.Node, error) {
+// join looks whether etcd answers, the name is good and somebody leads, and makes this process a node.
+func (o *options) join(ctx context.Context, n *nodeFlags, name string, log *slog.Logger) (_ *aegis.Node, holder aegis.Term, err error) {
 	cli, err := o.connect()
 	if err != nil {
-		return nil, err
+		return nil, holder, err
 	}
 	cluster := aegis.Open(cli.Client, o.prefixOrNone())
 	if err := checkName(cluster, name); err != nil {
-		return nil, err
+		return nil, holder, err
 	}
 	first, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
-	if _, err := cluster.Leader(first, name); err != nil && !errors.Is(err, aegis.ErrNoLeader) {
-		return nil, err
+	if holder, err = cluster.Leader(first, name); err != nil && !errors.Is(err, aegis.ErrNoLeader) {
+		return nil, holder, err
 	}
-	return aegis.Join(ctx, cli.Client, aegis.Config{ID: aegis.NodeID(n.id), Prefix: o.prefixOrNone(), TTL: n.ttl, Margin: n.margin, Logger: log})
+	node, err := aegis.Join(ctx, cli.Client, aegis.Config{ID: aegis.NodeID(n.id), Prefix: o.prefixOrNone(), TTL: n.ttl, Margin: n.margin, Logger: log})
+	return node, holder, err
 }
 
 // checkName reports a bad name without asking etcd: a call whose context is over already does that much.

@@ -6,7 +6,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"time"
 
 	"aegis"
 
@@ -75,23 +74,4 @@ func (o *options) printMembers(w io.Writer, members []aegis.Member) {
 			fmt.Fprintf(w, "%s %s: %s\n", bad.Sprint("fault:"), m.ID, m.Fault)
 		}
 	}
-}
-
-type memberJSON struct {
-	ID        aegis.NodeID      `json:"id"`
-	Host      string            `json:"host,omitempty"`
-	PID       int               `json:"pid,omitempty"`
-	Started   time.Time         `json:"started,omitzero"`
-	Program   string            `json:"program,omitempty"`
-	Meta      map[string]string `json:"meta,omitempty"`
-	Addresses []string          `json:"addresses,omitempty"`
-	Fault     string            `json:"fault,omitempty"`
-}
-
-func membersJSON(members []aegis.Member) []memberJSON {
-	out := make([]memberJSON, 0, len(members))
-	for _, m := range members {
-		out = append(out, memberJSON(m))
-	}
-	return out
 }

@@ -52,23 +52,6 @@ func printJSON(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// termJSON is how a term looks in JSON.
-type termJSON struct {
-	Election string       `json:"election"`
-	Node     aegis.NodeID `json:"node"`
-	Token    aegis.Token  `json:"token"`
-}
-
-// transition is one line of campaign and watch.
-type transition struct {
-	Time     time.Time    `json:"time"`
-	Event    string       `json:"event"`
-	Election string       `json:"election"`
-	Node     aegis.NodeID `json:"node,omitempty"`
-	Token    aegis.Token  `json:"token,omitempty"`
-	Reason   string       `json:"reason,omitempty"`
-}
-
 var eventColors = map[string]text.Colors{"elected": good, "leader": good, "lost": bad, "vacant": warn, "waiting": dim, "released": dim}
 
 // line prints a transition as a line of text or of JSON.

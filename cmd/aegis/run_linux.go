@@ -50,7 +50,7 @@ func (r *runner) run(ctx context.Context, name string) error {
 	}
 	defer r.signals()()
 
-	node, err := r.o.join(ctx, &r.nodeFlags, name, r.log)
+	node, holder, err := r.o.join(ctx, &r.nodeFlags, name, r.log)
 	if err != nil {
 		return interrupted(ctx, err)
 	}
@@ -66,7 +66,11 @@ func (r *runner) run(ctx context.Context, name string) error {
 	if err := r.prepare(name); err != nil {
 		return err
 	}
-	r.log.Info("aegis: waiting to lead", "election", name, "node", node.ID())
+	waiting := r.log.With("election", name, "node", node.ID())
+	if holder.Token != 0 {
+		waiting = waiting.With("leader", holder.Node, "token", holder.Token)
+	}
+	waiting.Info("aegis: waiting to lead")
 	err = node.Election(name, aegis.WithPriority(r.priority)).Run(ctx, r.term)
 	if r.ended {
 		return r.outcome
@@ -141,9 +145,7 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 	if !ok {
 		return r.goOn(ctx, led)
 	}
-	env := map[string]string{"AEGIS_ELECTION": led.Term.Election, "AEGIS_NODE": string(led.Term.Node),
-		"AEGIS_TOKEN": strconv.FormatInt(led.Term.Token, 10), "AEGIS_ENDPOINTS": strings.Join(r.o.endpoints, ","), "AEGIS_PREFIX": r.o.prefix}
-	k.tell(order{Op: "start", Trust: trust, Grace: r.grace, Path: r.path, Args: r.args, Env: env})
+	k.tell(order{Op: "start", Trust: trust, Grace: r.grace, Path: r.path, Args: r.args, Env: r.environment(led.Term)})
 	r.keeper = nil
 
 	tick := time.NewTicker(tellEvery)
@@ -195,6 +197,19 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			return r.goOn(ctx, led)
 		}
 	}
+}
+
+// environment is what the child has besides run's own: its term, and what it needs to use aegis itself. No password: one
+// that run was given as a flag stays with run.
+func (r *runner) environment(t aegis.Term) map[string]string {
+	env := map[string]string{"AEGIS_ELECTION": t.Election, "AEGIS_NODE": string(t.Node), "AEGIS_TOKEN": strconv.FormatInt(t.Token, 10),
+		"AEGIS_ENDPOINTS": strings.Join(r.o.endpoints, ","), "AEGIS_PREFIX": r.o.prefix}
+	for name, file := range map[string]string{"AEGIS_CACERT": r.o.cacert, "AEGIS_CERT": r.o.cert, "AEGIS_KEY": r.o.key} {
+		if file != "" {
+			env[name] = file
+		}
+	}
+	return env
 }
 
 // after decides whether run is over when the watchdog has ended.
