@@ -534,8 +534,12 @@ func TestIdentity(t *testing.T) {
 		for _, life := range []time.Duration{2 * time.Second, 10 * time.Second} {
 			simulate(t, func(w *world) {
 				first := w.join("a", func(c *aegis.Config) { c.TTL = life })
+				began := time.Now()
 				_, err := w.tryJoin("a2", func(c *aegis.Config) { c.ID = "a" })
 				w.mustIs(err, aegis.ErrNodeIDTaken)
+				if took := time.Since(began); took > 2*life+5*time.Second {
+					w.Fatalf("took %v", took)
+				}
 				if !strings.Contains(err.Error(), "pid ") || !strings.Contains(err.Error(), "host ") {
 					w.Fatalf("%v names no host and pid", err)
 				}

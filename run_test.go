@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -12,6 +14,7 @@ import (
 	"aegis"
 	"aegis/internal/etcdsim"
 
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
@@ -249,6 +252,63 @@ func TestRun(t *testing.T) {
 				}
 			}
 		})
+	})
+}
+
+// The order of stopping: a term's key is deleted or handed over only when Held is false and the context has ended.
+func TestTheTermEndsBeforeItsKeyGoes(t *testing.T) {
+	for name, finish := range map[string]func(w *world, a *aegis.Node){
+		"RunReturns": func(w *world, a *aegis.Node) {
+			_ = a.Election("boss").Run(w.ctx, func(_ context.Context, l *aegis.Leadership) error {
+				watchRelease(w, l)
+				return nil
+			})
+		},
+		"Resign": func(w *world, a *aegis.Node) {
+			led := w.lead(a, "boss")
+			watchRelease(w, led)
+			_ = led.Resign(w.ctx)
+		},
+		"Transfer": func(w *world, a *aegis.Node) {
+			led := w.lead(a, "boss")
+			w.await(w.ctx, w.join("b").Election("boss"))
+			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			watchRelease(w, led)
+			_ = led.Transfer(w.ctx, "b")
+		},
+		"Leave": func(w *world, a *aegis.Node) {
+			led := w.lead(a, "boss")
+			watchRelease(w, led)
+			_ = a.Leave(w.ctx)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			simulate(t, func(w *world) {
+				finish(w, w.join("a"))
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				if releases := w.releases; len(releases) == 0 || slices.Contains(releases, true) {
+					w.Fatalf("held at its releases: %v", releases)
+				}
+			})
+		})
+	}
+}
+
+// watchRelease notes whether the term is held whenever a's requests would delete or replace its key.
+func watchRelease(w *world, led *aegis.Leadership) {
+	w.Intercept("a", func(c etcdsim.Call) etcdsim.Verdict {
+		releases := c.Method == "LeaseRevoke"
+		if txn, ok := c.Request.(*pb.TxnRequest); ok && len(txn.Success) > 0 {
+			op := txn.Success[0]
+			releases = strings.Contains(string(op.GetRequestDeleteRange().GetKey())+string(op.GetRequestPut().GetKey()), "election/")
+		}
+		if releases {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.releases = append(w.releases, led.Held() || led.Context().Err() == nil)
+		}
+		return etcdsim.Verdict{}
 	})
 }
 

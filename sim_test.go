@@ -24,9 +24,10 @@ type world struct {
 	*etcdsim.Cluster
 	ctx context.Context
 
-	mu     sync.Mutex
-	events map[aegis.NodeID][]aegis.Event
-	nodes  []*aegis.Node
+	mu       sync.Mutex
+	events   map[aegis.NodeID][]aegis.Event
+	nodes    []*aegis.Node
+	releases []bool // see watchRelease
 }
 
 const ttl = 2 * time.Second
