@@ -10,7 +10,7 @@ TESTFLAGS ?= -count=1 -p 1 -timeout 20m
 help: ## print this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: ## play the split brain for real, without and with the fence (about 30 s)
+demo: ## play the split brain for real, without and with the fence (about 15 s)
 	@$(GO) build -o bin/aegis ./cmd/aegis && bin/aegis demo
 
 build: ## build bin/aegis

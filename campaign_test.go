@@ -102,7 +102,7 @@ func TestWinningTransaction(t *testing.T) {
 						w.consistent(a, "boss")
 						// The same again by Await, which must win in the end.
 						if led == nil {
-							if led, err = a.Election("boss").Await(w.ctx); err != nil {
+							if _, err = a.Election("boss").Await(w.ctx); err != nil {
 								w.Fatal(err)
 							}
 						}

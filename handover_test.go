@@ -75,12 +75,7 @@ func TestResign(t *testing.T) {
 				w.Fatalf("a campaign and a resignation are %d transactions", got)
 			}
 			led = w.lead(a, "boss")
-			w.within(ttl, "the watch has shown the win", func() bool {
-				for term := range a.Election("boss").Observe(w.ctx) {
-					return term == led.Term
-				}
-				return false
-			})
+			w.shown(a, led)
 			w.SilenceWatches("a") // it will not show that the key is gone
 			before = w.Calls("a")
 			_ = led.Resign(w.ctx)
@@ -103,9 +98,9 @@ func TestTransfer(t *testing.T) {
 	three := func(w *world) (led *aegis.Leadership, b, c *result) {
 		led = w.lead(w.join("a"), "boss")
 		b = w.await(w.ctx, w.join("b").Election("boss"))
-		w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+		w.queue(1)
 		c = w.await(w.ctx, w.join("c").Election("boss"))
-		w.within(time.Second, "c waits", func() bool { return len(w.keys("candidate/")) == 2 })
+		w.queue(2)
 		return led, b, c
 	}
 	t.Run("GoesToTheNamedOneAndNotToTheNext", func(t *testing.T) {
@@ -287,7 +282,7 @@ func TestTransfer(t *testing.T) {
 			b := w.join("b")
 			ctx, cancel := context.WithCancel(w.ctx)
 			r := w.await(ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			w.Intercept("b", func(etcdsim.Call) etcdsim.Verdict { // b withdraws while the transfer is on its way
 				return etcdsim.Verdict{DelayRequest: 10 * time.Millisecond}
 			})
@@ -307,7 +302,7 @@ func TestOperators(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			ops := aegis.Open(w.Client("ops"), "")
 			if err := ops.Request(w.ctx, led.Term, "b"); err != nil {
 				w.Fatal(err)
@@ -379,7 +374,7 @@ func TestOperators(t *testing.T) {
 			time.Sleep(10 * time.Millisecond) // a's watch has shown it
 			led = w.lead(a, "boss")
 			w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			ops := aegis.Open(w.Client("ops"), "")
 			infos, err := ops.Elections(w.ctx)
 			if err != nil {

@@ -283,7 +283,7 @@ func TestWatch(t *testing.T) {
 					w.mu.Unlock()
 				}
 			}()
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			w.SilenceWatches("b")
 			if err := led.Resign(w.ctx); err != nil {
 				w.Fatal(err)
@@ -314,7 +314,7 @@ func TestWatch(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			w.SilenceWatches("b")
 			if err := led.Resign(w.ctx); err != nil {
 				w.Fatal(err)
@@ -326,12 +326,7 @@ func TestWatch(t *testing.T) {
 		simulate(t, func(w *world) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
-			w.within(ttl, "the watch has shown the win", func() bool {
-				for term := range a.Election("boss").Observe(w.ctx) {
-					return term == led.Term
-				}
-				return false
-			})
+			w.shown(a, led)
 			w.SilenceWatches("a")
 			if err := aegis.Open(w.Client("ops"), "").Evict(w.ctx, led.Term); err != nil {
 				w.Fatal(err)
@@ -397,7 +392,7 @@ func TestWaiter(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			if err := w.Revoke(w.leaseOf(b)); err != nil {
 				w.Fatal(err)
 			}
@@ -451,9 +446,9 @@ func TestWaiter(t *testing.T) {
 		simulate(t, func(w *world) {
 			led := w.lead(w.join("a"), "boss")
 			w.await(w.ctx, w.join("b").Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			r := w.await(w.ctx, w.join("c").Election("boss"))
-			w.within(time.Second, "c waits", func() bool { return len(w.keys("candidate/")) == 2 })
+			w.queue(2)
 			w.Cut("b", etcdsim.Both)
 			if err := led.Resign(w.ctx); err != nil {
 				w.Fatal(err)
@@ -466,12 +461,12 @@ func TestWaiter(t *testing.T) {
 			w.lead(w.join("a"), "boss")
 			w.await(w.ctx, w.join("b").Election("boss"))
 			for range 3 {
-				w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+				w.queue(1)
 				if _, err := w.Client("ops").Delete(w.ctx, aegis.DefaultPrefix+w.keys("candidate/")[0]); err != nil {
 					w.Fatal(err)
 				}
 			}
-			w.within(time.Second, "b waits again", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 		})
 	})
 	t.Run("WithAStaleViewDoesNotTryAgainAndAgain", func(t *testing.T) {
@@ -508,7 +503,7 @@ func TestWaiter(t *testing.T) {
 			b := w.join("b")
 			ctx, cancel := context.WithCancel(w.ctx)
 			r := w.await(ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			cancel()
 			w.within(100*time.Millisecond, "Await returns", func() bool { return w.over(r) })
 			w.mustIs(r.err, context.Canceled)

@@ -37,7 +37,7 @@ func TestFoundByReading(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			snap := w.Snapshot()
 			for range 20 {
 				if _, err := w.Client("x").Put(w.ctx, "elsewhere", "x"); err != nil {
@@ -176,7 +176,7 @@ func TestFoundByReading(t *testing.T) {
 				a, b := w.join("a", change), w.join("b", change)
 				led := w.lead(a, "boss")
 				r := w.await(w.ctx, b.Election("boss"))
-				w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+				w.queue(1)
 				time.Sleep(2 * long)
 				w.SilenceWatches("b")
 				_ = led.Resign(w.ctx)
@@ -249,7 +249,7 @@ func TestFoundByReading(t *testing.T) {
 				return ok && len(txn.Success) == 1 && strings.Contains(string(txn.Success[0].GetRequestPut().GetKey()), "candidate/")
 			}, etcdsim.Verdict{DelayReply: 200 * time.Millisecond}))
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			if err := led.Transfer(w.ctx, "b"); err != nil {
 				w.Fatal(err)
 			}
@@ -280,7 +280,7 @@ func TestFoundByReading(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			w.Intercept("a", once(func(c etcdsim.Call) bool { return c.Method == "Txn" }, etcdsim.Verdict{DropReply: true}))
 			if err := led.Transfer(w.ctx, "b"); err != nil {
 				w.Fatal(err)

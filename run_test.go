@@ -183,7 +183,7 @@ func TestRun(t *testing.T) {
 				}
 				return nil
 			})
-			w.within(time.Second, "a waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			_ = r.led.Resign(w.ctx)
 			w.within(time.Second, "a works", working.Load)
 			r = w.await(w.ctx, b.Election("boss"))
@@ -206,7 +206,7 @@ func TestRun(t *testing.T) {
 			})
 			w.within(time.Second, "a works", working.Load)
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			if err := aegis.Open(w.Client("ops"), "").Request(w.ctx, mustLeader(w, b), "b"); err != nil {
 				w.Fatal(err)
 			}
@@ -272,7 +272,7 @@ func TestTheTermEndsBeforeItsKeyGoes(t *testing.T) {
 		"Transfer": func(w *world, a *aegis.Node) {
 			led := w.lead(a, "boss")
 			w.await(w.ctx, w.join("b").Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			watchRelease(w, led)
 			_ = led.Transfer(w.ctx, "b")
 		},

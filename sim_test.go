@@ -144,6 +144,23 @@ func (w *world) lead(n *aegis.Node, name string) *aegis.Leadership {
 	return led
 }
 
+// queue waits until n candidates have their keys.
+func (w *world) queue(n int) {
+	w.Helper()
+	w.within(time.Second, fmt.Sprintf("%d candidates", n), func() bool { return len(w.keys("candidate/")) == n })
+}
+
+// shown waits until the node's watch has shown the term.
+func (w *world) shown(n *aegis.Node, led *aegis.Leadership) {
+	w.Helper()
+	w.within(ttl, "the watch has shown the win", func() bool {
+		for term := range n.Election(led.Election).Observe(w.ctx) {
+			return term == led.Term
+		}
+		return false
+	})
+}
+
 // keys returns the keys in etcd that begin so, without what survives terms on purpose.
 func (w *world) keys(dir string) []string {
 	var out []string
@@ -202,7 +219,7 @@ func TestElection(t *testing.T) {
 			a, b := w.join("a"), w.join("b")
 			led := w.lead(a, "boss")
 			r := w.await(w.ctx, b.Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			if err := led.Resign(w.ctx); err != nil {
 				w.Fatal(err)
 			}
@@ -225,7 +242,7 @@ func TestElection(t *testing.T) {
 			w.lead(a, "boss")
 			w.lead(a, "loot")
 			r := w.await(w.ctx, w.join("b").Election("boss"))
-			w.within(time.Second, "b waits", func() bool { return len(w.keys("candidate/")) == 1 })
+			w.queue(1)
 			for range 2 {
 				if err := a.Leave(w.ctx); err != nil {
 					w.Fatal(err)
