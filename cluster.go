@@ -73,6 +73,9 @@ func (c *Cluster) Elections(ctx context.Context) ([]ElectionInfo, error) {
 		i := info(name)
 		if v.leaders[name].mod == record.mod {
 			i.Host, i.PID, i.Since, i.LastEnd = record.Host, record.PID, record.Since, record.Before
+			if i.LastEnd == "" {
+				i.LastEnd = c.lastEnd(ctx, name, record.mod)
+			}
 		} else {
 			i.LastEnd = record.last()
 		}
@@ -103,6 +106,18 @@ func (c *Cluster) Elections(ctx context.Context) ([]ElectionInfo, error) {
 	}
 	slices.SortFunc(out, func(a, b ElectionInfo) int { return strings.Compare(a.Name, b.Name) })
 	return out, nil
+}
+
+// lastEnd looks up in etcd's history how the term before the one won at a revision ended: the winner's watch may not have
+// shown it yet. It is "" where there was none or the history has been compacted.
+func (c *Cluster) lastEnd(ctx context.Context, name string, won int64) string {
+	resp, err := c.cli.Get(ctx, c.keys.term(name), clientv3.WithRev(won-1))
+	if err != nil || len(resp.Kvs) == 0 {
+		return ""
+	}
+	t := termEntry{mod: resp.Kvs[0].ModRevision}
+	_ = json.Unmarshal(resp.Kvs[0].Value, &t.termRecord)
+	return t.last()
 }
 
 // snapshot reads all keys at one revision.
@@ -159,6 +174,20 @@ func (c *Cluster) Leader(ctx context.Context, name string) (Term, error) {
 	ctx, cancel := c.bound(ctx)
 	defer cancel()
 	return readLeader(ctx, c.cli, c.keys, name)
+}
+
+// Candidates returns who waits for an election, the next one first.
+func (c *Cluster) Candidates(ctx context.Context, name string) ([]Candidate, error) {
+	if err := validName("election name", name); err != nil {
+		return nil, err
+	}
+	ctx, cancel := c.bound(ctx)
+	defer cancel()
+	queue, err := readQueue(ctx, c.cli, c.keys, name)
+	if err != nil {
+		return nil, fmt.Errorf("aegis: candidates of %q: %w", name, err)
+	}
+	return shown(queue), nil
 }
 
 // Observe yields who leads, as [Election.Observe] does, on a watch of its own that lasts as long as the loop.
@@ -281,6 +310,20 @@ func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(
 		return fmt.Errorf("aegis: %s %s: the term has just ended: %w", what, term, ErrNoLeader)
 	}
 	return nil
+}
+
+// TokenOffset returns what is added to etcd's revisions to make tokens: 0 unless it was raised.
+func (c *Cluster) TokenOffset(ctx context.Context) (int64, error) {
+	ctx, cancel := c.bound(ctx)
+	defer cancel()
+	resp, err := c.cli.Get(ctx, c.keys.offset())
+	if err != nil {
+		return 0, fmt.Errorf("aegis: read the token offset: %w", err)
+	}
+	if len(resp.Kvs) == 0 {
+		return 0, nil
+	}
+	return parseOffset(resp.Kvs[0]).value, nil
 }
 
 // tokenGap is how far above everything known the token offset is raised: tokens that were given out but have not

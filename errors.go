@@ -43,6 +43,8 @@ var (
 	ErrLeft = errors.New("the node has left")
 	// ErrNotReady: the node has no trusted lease at the moment; it is getting one by itself.
 	ErrNotReady = errors.New("the node has no trusted lease")
+	// ErrRequested: an operator asked the leader to resign or to hand over. It is wrapped in the term's [*LossError].
+	ErrRequested = errors.New("an operator asked")
 	// ErrInvalidName: a name is empty, too long, not UTF-8, has control characters, or is reserved.
 	ErrInvalidName = errors.New("invalid name")
 )
@@ -87,7 +89,6 @@ var (
 	errKeyTaken     = errors.New("its key changed hands")
 	errResigned     = errors.New("resigned")
 	errTransferred  = errors.New("transferred")
-	errOperator     = errors.New("an operator asked")
 	errOffsetRaised = errors.New("the token offset was raised")
 )
 

@@ -64,6 +64,16 @@ func (l *Leadership) Context() context.Context { return l.ctx }
 // by it: it may come after the term's end, where only a guard stops it.
 func (l *Leadership) Held() bool { return !l.ended.Load() && l.lease.trusted() }
 
+// Left returns for how long the term is held from now on if its lease is not renewed again, 0 when it is over. It does
+// not block.
+func (l *Leadership) Left() time.Duration {
+	left := l.lease.left()
+	if !l.Held() { // asked after the reading, so that what was read is this term's
+		return 0
+	}
+	return max(left, 0)
+}
+
 // Cmp returns the comparison that holds in an etcd transaction if and only if the term is still in office there.
 func (l *Leadership) Cmp() clientv3.Cmp {
 	return clientv3.Compare(clientv3.ModRevision(l.e.node.keys.leader(l.term.Election)), "=", l.mod)

@@ -47,7 +47,13 @@ func TestTrustEndsInTime(t *testing.T) {
 				if w.won(r) {
 					w.Fatal("the rival won before the leader's context ended")
 				}
+				if led.Left() != 0 {
+					w.Fatalf("%v left of a term that is over", led.Left())
+				}
 				w.within(2*ttl+time.Second, "b leads", func() bool { return w.won(r) })
+				if left := r.led.Left(); left <= 0 || left > ttl-ttl/5 {
+					w.Fatalf("%v left", left)
+				}
 				leaseEnd := ttl // after the cut, at the latest
 				if dir == etcdsim.FromServer {
 					leaseEnd += lost // renewals went on arriving while trust lasted; only their answers were lost

@@ -72,7 +72,7 @@ func (n *Node) reconcileOne(name string) {
 		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod)
 		n.mu.Unlock()
 		if _, waits := find(s.queue, r.To); waits || r.To == "" {
-			led.stepDown(errOperator, r.To)
+			led.stepDown(ErrRequested, r.To)
 		}
 	}
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -122,11 +123,11 @@ func (r *runner) prepare(name string) (err error) {
 }
 
 // trust returns when trust in the term's lease ends, on the boot clock. The clock is read first, so that the instant is
-// early rather than late; that the term is held afterwards says that the lease looked at was its own.
+// early rather than late.
 func (r *runner) trust(led *aegis.Leadership) (time.Duration, bool) {
 	now, ok := clock.Machine.Boot()
-	left := r.node.Health().LeaseLeft
-	return now + left, ok && left > 0 && led.Held()
+	left := led.Left()
+	return now + left, ok && left > 0
 }
 
 // term has a watchdog run the child for one term. It returns when nothing of it is left.
@@ -162,9 +163,13 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			}
 		case <-lost:
 			lost, stop = nil, nil
-			k.tell(order{Op: "stop", Grace: r.grace})
-			silent = time.After(r.grace + (r.margin-r.grace)/4)
-			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", r.grace)
+			grace := r.grace
+			if errors.Is(context.Cause(led.Context()), aegis.ErrRequested) {
+				grace = r.stopGrace // nobody hurries: the lease is renewed until the key is released
+			}
+			k.tell(order{Op: "stop", Grace: grace})
+			silent = time.After(grace + (r.margin-r.grace)/4)
+			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", grace)
 		case <-stop:
 			stop = nil
 			if led.Held() {

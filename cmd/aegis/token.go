@@ -2,10 +2,8 @@ package main
 
 import (
 	"bufio"
-	"context"
 	"fmt"
 	"os"
-	"strconv"
 	"strings"
 
 	"aegis"
@@ -56,7 +54,7 @@ lower. Every term in office ends.`,
 				return err
 			}
 			defer cancel()
-			was, err := tokenOffset(ctx, o)
+			was, err := cluster.TokenOffset(ctx)
 			if err != nil {
 				return err
 			}
@@ -74,15 +72,6 @@ lower. Every term in office ends.`,
 	cmd.Flags().Int64Var(&above, "above", 0, "the greatest `token` that any guard has taken")
 	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "do not ask")
 	return cmd
-}
-
-// tokenOffset reads the present offset, for the record only: the library decides on what it reads itself.
-func tokenOffset(ctx context.Context, o *options) (int64, error) {
-	resp, err := o.cli.Get(ctx, o.prefix+"meta/token-offset")
-	if err != nil || len(resp.Kvs) == 0 {
-		return 0, err
-	}
-	return strconv.ParseInt(string(resp.Kvs[0].Value), 10, 64)
 }
 
 // confirm asks at the terminal; without one, only --yes will do.

@@ -47,11 +47,11 @@ be waiting for it; then it waits until that has happened, --wait at most (exit c
 				fmt.Fprintf(cmd.OutOrStdout(), "%s leads %q already, token %d\n", to, name, old.Token)
 				return nil
 			}
-			infos, err := cluster.Elections(first)
+			queue, err := cluster.Candidates(first, name)
 			if err != nil {
 				return err
 			}
-			if err := waits(infos, name, to); err != nil {
+			if err := waits(queue, name, to); err != nil {
 				return err
 			}
 			if err := cluster.Request(first, old, to); err != nil {
@@ -72,15 +72,13 @@ be waiting for it; then it waits until that has happened, --wait at most (exit c
 }
 
 // waits reports an error when the node is not among the candidates, naming those who are.
-func waits(infos []aegis.ElectionInfo, name string, to aegis.NodeID) error {
+func waits(queue []aegis.Candidate, name string, to aegis.NodeID) error {
 	var names []string
-	for _, i := range only(infos, name) {
-		for _, c := range i.Candidates {
-			if c.Node == to {
-				return nil
-			}
-			names = append(names, string(c.Node))
+	for _, c := range queue {
+		if c.Node == to {
+			return nil
 		}
+		names = append(names, string(c.Node))
 	}
 	who := "nobody does"
 	if len(names) > 0 {
