@@ -3,6 +3,7 @@ package aegis_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync/atomic"
@@ -172,6 +173,22 @@ func TestFoundByReading(t *testing.T) {
 				took := w.within(time.Second, "a leads", func() bool { return w.won(r) })
 				w.Logf("TTL %v: etcd back for %v", long, took)
 			})
+			simulate(t, func(w *world) { // the same for a waiter, whose leader is dead
+				a, b := w.join("a", change), w.join("b", change)
+				w.lead(a, "boss")
+				r := w.await(w.ctx, b.Election("boss"))
+				w.queue(1)
+				lease := w.leaseOf(a)
+				w.Cut("a", etcdsim.Both)
+				w.Stop()
+				time.Sleep(3 * long)
+				w.Start()
+				if err := w.Revoke(lease); err != nil {
+					w.Fatal(err)
+				}
+				took := w.within(time.Second, "b leads", func() bool { return w.won(r) })
+				w.Logf("TTL %v: a waiter that etcd was away from for %v", long, took)
+			})
 			simulate(t, func(w *world) { // a silent watch
 				a, b := w.join("a", change), w.join("b", change)
 				led := w.lead(a, "boss")
@@ -293,6 +310,11 @@ func TestFoundByReading(t *testing.T) {
 			led := w.lead(w.join("a"), "boss")
 			if err := aegis.Open(w.Client("ops"), "").Request(w.ctx, led.Term, "typo"); err == nil || !strings.Contains(err.Error(), "not among") {
 				w.Fatalf("%v", err)
+			}
+			// Nor when the successor goes between the request and the leader's look at it.
+			request := fmt.Sprintf(`{"v":1,"op":"transfer","to":"gone","term":%d}`, led.Token)
+			if _, err := w.Client("ops").Put(w.ctx, aegis.DefaultPrefix+"request/boss", request); err != nil {
+				w.Fatal(err)
 			}
 			time.Sleep(ttl)
 			if !led.Held() {
