@@ -22,14 +22,14 @@ import (
 // Cluster is the operators' and tools' way in: no lease, no id, nothing to leave. It is safe for concurrent use. Every
 // call blocks until etcd answers or ctx ends; calls without a deadline give up after 10 s.
 type Cluster struct {
-	cli  *clientv3.Client
+	cli  etcd
 	keys keyspace
 }
 
 // Open returns the cluster whose keys have the prefix: "" for [DefaultPrefix], [NoPrefix] for none. It does not
 // connect.
 func Open(cli *clientv3.Client, prefix string) *Cluster {
-	return &Cluster{cli: cli, keys: newKeyspace(prefix)}
+	return &Cluster{cli: etcd{cli}, keys: newKeyspace(prefix)}
 }
 
 const operatorTimeout = 10 * time.Second

@@ -173,7 +173,7 @@ func (e *Election) Leader(ctx context.Context) (Term, error) {
 }
 
 // readLeader reads the term in office linearizably.
-func readLeader(ctx context.Context, cli *clientv3.Client, keys keyspace, name string) (Term, error) {
+func readLeader(ctx context.Context, cli etcd, keys keyspace, name string) (Term, error) {
 	s, cluster, err := readState(ctx, cli, keys, name)
 	if err != nil {
 		return Term{}, fmt.Errorf("aegis: who leads %q: %w", name, err)
@@ -185,7 +185,7 @@ func readLeader(ctx context.Context, cli *clientv3.Client, keys keyspace, name s
 }
 
 // readState reads leader key, record and offset in one transaction.
-func readState(ctx context.Context, cli *clientv3.Client, keys keyspace, name string) (electionState, uint64, error) {
+func readState(ctx context.Context, cli etcd, keys keyspace, name string) (electionState, uint64, error) {
 	resp, err := cli.Txn(ctx).Then(readOps(keys, name)...).Commit()
 	if err != nil {
 		return electionState{}, 0, err
@@ -300,12 +300,12 @@ func shown(queue []candidate) []Candidate {
 	return out
 }
 
-func readQueue(ctx context.Context, cli *clientv3.Client, keys keyspace, name string) ([]candidate, error) {
+func readQueue(ctx context.Context, cli etcd, keys keyspace, name string) ([]candidate, error) {
 	resp, err := cli.Get(ctx, keys.candidates(name), clientv3.WithPrefix())
 	if err != nil {
 		return nil, err
 	}
-	v := newView(nil, keys, 0, nil, nil)
+	v := newView(etcd{}, keys, 0, nil, nil)
 	v.load(resp.Kvs)
 	return v.queues[name], nil
 }

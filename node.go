@@ -91,7 +91,7 @@ func (c Config) validate() (Config, error) {
 // survives the loss of its lease, of its connection and of etcd, and comes back by itself. It is safe for concurrent
 // use.
 type Node struct {
-	cli     *clientv3.Client
+	cli     etcd
 	cfg     Config
 	keys    keyspace
 	clk     clock.Clock
@@ -145,12 +145,12 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 		return nil, err
 	}
 	host, _ := os.Hostname()
-	n := &Node{cli: cli, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
+	n := &Node{cli: etcd{cli}, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
 		events: newEvents(cfg.Logger, cfg.OnEvent),
 		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), idle: make(chan struct{}), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
 	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
 	n.leaving, n.leave = context.WithCancelCause(context.Background())
-	n.view = newView(cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
+	n.view = newView(n.cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
 	n.view.past, n.view.wentBack = &n.past, n.halt
 
 	l, err := n.openLease(ctx, n.grantTimeout())

@@ -25,7 +25,7 @@ import (
 //
 // The watch is cut, compacted away, stays silent: the view lists anew and goes on, by itself, until its context ends.
 type view struct {
-	cli    *clientv3.Client
+	cli    etcd
 	keys   keyspace
 	period time.Duration // how often the watch is asked for a sign of life, at least
 	log    *slog.Logger
@@ -124,7 +124,7 @@ func (s electionState) offsetOfTerm() offsetEntry {
 	return offsetEntry{value: s.record.Offset, mod: -1}
 }
 
-func newView(cli *clientv3.Client, keys keyspace, period time.Duration, log *slog.Logger, changed func(map[string]bool)) *view {
+func newView(cli etcd, keys keyspace, period time.Duration, log *slog.Logger, changed func(map[string]bool)) *view {
 	v := &view{cli: cli, keys: keys, period: period, log: log, changed: changed,
 		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, past: &past{}, patience: leastPatience, again: make(chan struct{}, 1)}
 	v.reset()
@@ -288,7 +288,7 @@ func (v *view) follow(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	// Metadata of its own give the watch a stream of its own: one that hangs is not shared with the next watch.
-	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "aegis-watch", strconv.FormatInt(watchSerial.Add(1), 10))
+	ctx = metadata.AppendToOutgoingContext(ctx, "aegis-watch", strconv.FormatInt(watchSerial.Add(1), 10))
 	first, end := v.keys.watched()
 	events := v.cli.Watch(ctx, first, clientv3.WithRange(end), clientv3.WithRev(v.rev+1), clientv3.WithCreatedNotify(), clientv3.WithProgressNotify())
 	defer func() {
