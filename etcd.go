@@ -63,6 +63,11 @@ func (c etcd) Watch(ctx context.Context, key string, opts ...clientv3.OpOption) 
 	return c.Client.Watch(clientv3.WithRequireLeader(ctx), key, opts...)
 }
 
+// RequestProgress takes the ctx that was given to Watch: the client knows the stream by its metadata.
+func (c etcd) RequestProgress(ctx context.Context) error {
+	return c.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
+}
+
 func (c etcd) Txn(ctx context.Context) *transaction { return &transaction{c: c, ctx: ctx} }
 
 // transaction collects what clientv3.Txn does, so that it can be sent again.
