@@ -56,7 +56,7 @@ func (e *Election) attempt(ctx context.Context, l *lease, candidacy int64) (led 
 		if candidacy != 0 {
 			then = append(then, clientv3.OpDelete(n.keys.candidate(e.name, l.id)))
 		}
-		seen := n.past.seen.Load()
+		sent := n.past.mark()
 		tctx, cancel := context.WithTimeout(ctx, min(n.callTimeout(), max(l.left(), 0)))
 		resp, err := n.cli.Txn(tctx).
 			If(clientv3.Compare(clientv3.CreateRevision(n.keys.leader(e.name)), "=", 0),
@@ -67,8 +67,8 @@ func (e *Election) attempt(ctx context.Context, l *lease, candidacy int64) (led 
 			led, err = e.resolve(ctx, l, nonce, err)
 			return led, 0, err
 		}
-		if !n.sameEtcd(resp.Header, seen) {
-			return nil, 0, fmt.Errorf("aegis: campaign for %q: %w", e.name, l.cause)
+		if err := n.sameEtcd(sent, resp.Header); err != nil {
+			return nil, 0, fmt.Errorf("aegis: campaign for %q: %w", e.name, err)
 		}
 		if resp.Succeeded {
 			return e.won(ctx, l, resp.Header.Revision, nonce, offset), 0, nil
@@ -78,7 +78,7 @@ func (e *Election) attempt(ctx context.Context, l *lease, candidacy int64) (led 
 		case now.ours(l, nonce):
 			return e.won(ctx, l, now.leader.mod, nonce, offset), 0, nil
 		case now.leader.mod != 0:
-			holder := now.term(e.name, n.past.cluster.Load())
+			holder := now.term(e.name, n.past.clusterID())
 			return nil, now.leader.mod, &NotLeaderError{Term: holder, Self: n.ownLease(now.leader.lease)}
 		}
 		offset = now.offset
@@ -136,7 +136,7 @@ func (e *Election) resolve(ctx context.Context, l *lease, nonce uint64, cause er
 func (e *Election) won(ctx context.Context, l *lease, mod int64, nonce uint64, offset offsetEntry) *Leadership {
 	n := e.node
 	led := newLeadership(ctx, e, l, mod, offset,
-		Term{Election: e.name, Node: n.cfg.ID, Token: mod + offset.value, Nonce: nonce, Cluster: n.past.cluster.Load()})
+		Term{Election: e.name, Node: n.cfg.ID, Token: mod + offset.value, Nonce: nonce, Cluster: n.past.clusterID()})
 	n.mu.Lock()
 	s := n.slots[e.name]
 	s.led, s.nonce = led, 0
@@ -272,7 +272,7 @@ func (e *Election) enqueue(ctx context.Context, l *lease) (int64, error) {
 	record := encode(candidateRecord{Version: recordVersion, Node: n.cfg.ID, Priority: e.priority, Since: time.Now()})
 	tctx, cancel := context.WithTimeout(ctx, min(n.callTimeout(), max(l.left(), 0)))
 	defer cancel()
-	seen := n.past.seen.Load()
+	sent := n.past.mark()
 	resp, err := n.cli.Txn(tctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
 		Then(clientv3.OpPut(key, record, clientv3.WithLease(l.id))).
 		Else(clientv3.OpGet(key)).Commit()
@@ -282,8 +282,8 @@ func (e *Election) enqueue(ctx context.Context, l *lease) (int64, error) {
 		}
 		return 0, fmt.Errorf("aegis: enter the queue of %q: %w", e.name, err)
 	}
-	if !n.sameEtcd(resp.Header, seen) {
-		return 0, fmt.Errorf("aegis: enter the queue of %q: %w", e.name, l.cause)
+	if err := n.sameEtcd(sent, resp.Header); err != nil {
+		return 0, fmt.Errorf("aegis: enter the queue of %q: %w", e.name, err)
 	}
 	created := resp.Header.Revision
 	if !resp.Succeeded { // executed twice, or left by an earlier try under this lease

@@ -275,12 +275,14 @@ func (c *Cluster) Request(ctx context.Context, term Term, to NodeID) error {
 // Evict deletes the key of a leader that works on: its watch tells it, and guards refuse it once a rival has won, but
 // until it has noticed two may work side by side. Prefer Request. Errors as for Request.
 func (c *Cluster) Evict(ctx context.Context, term Term) error {
-	return c.against(ctx, "evict", term, func(_ context.Context, s electionState) ([]clientv3.Op, error) {
+	return c.against(ctx, opEvict, term, func(_ context.Context, s electionState) ([]clientv3.Op, error) {
 		record := s.record.termRecord
 		record.Ended, record.Won = "evicted by an operator", s.leader.mod
 		return []clientv3.Op{clientv3.OpDelete(c.keys.leader(term.Election)), clientv3.OpPut(c.keys.term(term.Election), encode(record))}, nil
 	})
 }
+
+const opEvict = "evict"
 
 // against executes ops if the term is in office.
 func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(context.Context, electionState) ([]clientv3.Op, error)) error {
@@ -302,9 +304,12 @@ func (c *Cluster) against(ctx context.Context, what string, term Term, ops func(
 		return fmt.Errorf("aegis: %s %s: %w", what, term, err)
 	}
 	resp, err := c.cli.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(c.keys.leader(term.Election)), "=", s.leader.mod)).
-		Then(then...).Commit()
+		Then(then...).Else(readOps(c.keys, term.Election)...).Commit()
 	if err != nil {
 		return fmt.Errorf("aegis: %s %s: %w", what, term, err)
+	}
+	if !resp.Succeeded && stateOf(resp).record.Won == s.leader.mod && what == opEvict {
+		return nil // executed twice: the first time did it
 	}
 	if !resp.Succeeded {
 		return fmt.Errorf("aegis: %s %s: the term has just ended: %w", what, term, ErrNoLeader)

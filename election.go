@@ -195,13 +195,12 @@ func readState(ctx context.Context, cli etcd, keys keyspace, name string) (elect
 
 // readState reads as the function does, and halts the node when etcd is not the one that it was.
 func (n *Node) readState(ctx context.Context, name string) (electionState, error) {
-	seen := n.past.seen.Load()
+	sent := n.past.mark()
 	resp, err := n.cli.Txn(ctx).Then(readOps(n.keys, name)...).Commit()
 	if err != nil {
 		return electionState{}, err
 	}
-	if err := n.past.check(resp.Header, seen); err != nil {
-		n.halt(err)
+	if err := n.sameEtcd(sent, resp.Header); err != nil {
 		return electionState{}, err
 	}
 	return stateOf(resp), nil
@@ -236,7 +235,7 @@ func (e *Election) Observe(ctx context.Context) iter.Seq2[Term, error] {
 			yield(Term{}, e.err)
 			return
 		}
-		e.node.view.observe(ctx, e.name, e.node.past.cluster.Load(), yield)
+		e.node.view.observe(ctx, e.name, e.node.past.clusterID(), yield)
 	}
 }
 

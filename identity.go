@@ -25,7 +25,7 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) (other *m
 		Program: program(), Meta: n.cfg.Meta, Addrs: n.cfg.Addresses})
 	clusterID := strconv.FormatUint(cluster, 16)
 	for {
-		before := n.past.seen.Load()
+		sent := n.past.mark()
 		tctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 		var resp *clientv3.TxnResponse
 		var err error
@@ -43,11 +43,10 @@ func (n *Node) register(ctx context.Context, l *lease, cluster uint64) (other *m
 		if err != nil {
 			return nil, fmt.Errorf("register %s: %w", key, err)
 		}
-		if err := n.past.check(resp.Header, before); err != nil {
-			n.halt(err)
+		if err := n.sameEtcd(sent, resp.Header); err != nil {
 			return nil, err
 		}
-		n.past.cluster.CompareAndSwap(0, cluster)
+		n.past.joined(cluster)
 		switch {
 		case n.cfg.Unlisted:
 			return nil, n.checkCluster(resp.Responses[0].GetResponseRange().GetKvs(), clusterID)

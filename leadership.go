@@ -10,7 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
@@ -67,8 +66,17 @@ func (l *Leadership) Held() bool { return !l.ended.Load() && l.lease.trusted() }
 // Left returns for how long the term is held from now on if its lease is not renewed again, 0 when it is over. It does
 // not block.
 func (l *Leadership) Left() time.Duration {
+	if !l.Held() {
+		return 0
+	}
+	return l.LeaseLeft()
+}
+
+// LeaseLeft returns for how long the term's lease is trusted, also when the term itself has ended at somebody's wish and
+// its key is kept until its work has stopped; 0 when that trust is over. It does not block.
+func (l *Leadership) LeaseLeft() time.Duration {
 	left := l.lease.left()
-	if !l.Held() { // asked after the reading, so that what was read is this term's
+	if !l.lease.trusted() {
 		return 0
 	}
 	return max(left, 0)
@@ -77,6 +85,12 @@ func (l *Leadership) Left() time.Duration {
 // Cmp returns the comparison that holds in an etcd transaction if and only if the term is still in office there.
 func (l *Leadership) Cmp() clientv3.Cmp {
 	return clientv3.Compare(clientv3.ModRevision(l.e.node.keys.leader(l.term.Election)), "=", l.mod)
+}
+
+// cmps is Cmp and that the key is under this term's lease, for this package's own transactions: in an etcd that was
+// restored, a rival's key can have the same revision.
+func (l *Leadership) cmps() []clientv3.Cmp {
+	return []clientv3.Cmp{l.Cmp(), clientv3.Compare(clientv3.LeaseValue(l.e.node.keys.leader(l.term.Election)), "=", l.lease.id)}
 }
 
 // Commit executes ops in one etcd transaction, guarded by [Leadership.Cmp]: etcd itself is the guard. It blocks until
@@ -95,39 +109,41 @@ func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.
 	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 	defer cancel()
 	// The nonce tells a refusal from the second execution of a commit whose first was done just before the term ended.
-	mark := n.keys.commit(l.term.Election)
+	commits := n.keys.commit(l.term.Election)
 	nonce := strconv.FormatUint(rand.Uint64(), 16)
-	seen := n.past.seen.Load()
-	resp, err := n.cli.Txn(ctx).If(l.Cmp()).
-		Then(append(slices.Clip(ops), clientv3.OpPut(mark, nonce))...).
-		Else(append(readOps(n.keys, l.term.Election), clientv3.OpGet(mark))...).Commit()
+	sent := n.past.mark()
+	resp, err := n.cli.Txn(ctx).If(l.cmps()...).
+		Then(append(slices.Clip(ops), clientv3.OpPut(commits, nonce))...).
+		Else(readOps(n.keys, l.term.Election)...).Commit()
 	if err != nil && !undone(err) {
 		return fail(ErrUnknown, err)
 	}
-	var marks []*mvccpb.KeyValue
-	switch {
-	case err != nil: // of the last execution; look whether there was one before
-		got, gerr := n.cli.Get(ctx, mark)
-		if gerr != nil {
-			return fail(ErrUnknown, err, gerr)
+	var at clientv3.OpOption = clientv3.WithRev(0)
+	var newest Term
+	if err == nil {
+		if err := n.sameEtcd(sent, resp.Header); err != nil {
+			return fail(ErrUnknown, err)
 		}
-		marks = got.Kvs
-	case !n.sameEtcd(resp.Header, seen):
-		return fail(ErrUnknown, l.loss())
-	case resp.Succeeded:
-		resp.Responses = resp.Responses[:len(ops)]
-		return resp, nil
-	default:
-		marks = resp.Responses[3].GetResponseRange().Kvs
+		if resp.Succeeded {
+			resp.Responses = resp.Responses[:len(ops)]
+			return resp, nil
+		}
+		if now := stateOf(resp); now.leader.mod != 0 {
+			newest = now.term(l.term.Election, 0)
+			at = clientv3.WithRev(now.leader.mod - 1) // before the rival's own commits
+		}
 	}
+	got, gerr := n.cli.Get(ctx, commits, at)
 	switch {
-	case len(marks) > 0 && string(marks[0].Value) == nonce:
+	case gerr != nil:
+		return fail(ErrUnknown, err, gerr)
+	case len(got.Kvs) > 0 && string(got.Kvs[0].Value) == nonce:
 		return fail(ErrUnknown, errors.New("it was executed, and then sent again by etcd's client"), err)
+	case len(got.Kvs) > 0 && got.Kvs[0].ModRevision > sent.seen:
+		return fail(ErrUnknown, errors.New("it may have been executed before another commit, and then sent again"), err)
 	case err != nil:
 		return fail(err)
-	}
-	newest := stateOf(resp).term(l.term.Election, 0)
-	if newest.Token == 0 {
+	case newest.Token == 0:
 		return fail(ErrFenced, errors.New("its key is gone from etcd, and nobody leads"))
 	}
 	return fail(&FencedError{Name: l.term.Election, Token: l.term.Token, Newest: newest.Token})
@@ -172,7 +188,9 @@ func (l *Leadership) Transfer(ctx context.Context, to NodeID) error {
 		}
 	}
 	if l.running {
-		l.ask(errTransferred, to)
+		if !l.ask(errTransferred, to) {
+			return fmt.Errorf("aegis: transfer %s to %s: it is being released already: %w", l.term, to, l.loss())
+		}
 		return nil
 	}
 	l.end(errTransferred)
@@ -188,18 +206,18 @@ func find(queue []candidate, id NodeID) (candidate, bool) {
 	return candidate{}, false
 }
 
-// ask ends the term and leaves it to Run to release it when the work has returned.
-func (l *Leadership) ask(reason error, to NodeID) {
-	l.asked.CompareAndSwap(nil, &handover{to: to})
+// ask ends the term and leaves it to whoever releases it to hand it to the given successor, or to nobody in particular.
+// It returns false when that has been decided already.
+func (l *Leadership) ask(reason error, to NodeID) bool {
+	inTime := l.asked.CompareAndSwap(nil, &handover{to: to})
 	l.end(reason)
+	return inTime
 }
 
-// successor returns to whom the term is to be handed, "" for nobody in particular.
+// successor decides to whom the term is to be handed: as asked, or to nobody in particular.
 func (l *Leadership) successor() NodeID {
-	if h := l.asked.Load(); h != nil {
-		return h.to
-	}
-	return ""
+	l.asked.CompareAndSwap(nil, &handover{})
+	return l.asked.Load().to
 }
 
 // loss returns why the term is over, nil while it is held.
@@ -269,7 +287,7 @@ func (l *Leadership) release(ctx context.Context, to NodeID) error {
 		record = seen.termRecord
 	}
 	record.Ended, record.Won = how, l.mod
-	resp, err := n.cli.Txn(ctx).If(l.Cmp()).
+	resp, err := n.cli.Txn(ctx).If(l.cmps()...).
 		Then(clientv3.OpDelete(n.keys.leader(l.term.Election)), clientv3.OpPut(n.keys.term(l.term.Election), encode(record))).Commit()
 	if err != nil {
 		return errors.Join(refused, l.unreleased(err))
@@ -305,8 +323,8 @@ func (l *Leadership) handOver(ctx context.Context, to NodeID) (bool, error) {
 		Candidate: next.created, Before: fmt.Sprintf("%s, token %d: transferred", l.term.Node, l.term.Token)}
 	key := n.keys.candidate(name, next.lease)
 	resp, err := n.cli.Txn(ctx).
-		If(l.Cmp(), clientv3.Compare(clientv3.CreateRevision(key), "=", next.created),
-			clientv3.Compare(clientv3.ModRevision(n.keys.offset()), "=", l.offset.mod)).
+		If(append(l.cmps(), clientv3.Compare(clientv3.CreateRevision(key), "=", next.created),
+			clientv3.Compare(clientv3.ModRevision(n.keys.offset()), "=", l.offset.mod))...).
 		Then(clientv3.OpPut(n.keys.leader(name), string(to), clientv3.WithLease(next.lease)),
 			clientv3.OpPut(n.keys.term(name), encode(record)),
 			clientv3.OpDelete(key)).

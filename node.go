@@ -158,7 +158,11 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 		n.cancel()
 		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
 	}
-	n.install(l)
+	if err := n.install(l); err != nil {
+		n.abandon(ctx, l, err)
+		n.cancel()
+		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+	}
 	n.events.emit(Event{Kind: EventJoined})
 	n.wg.Go(func() { n.view.run(n.ctx) })
 	n.wg.Go(func() { n.keep(l) })
@@ -239,12 +243,15 @@ func (n *Node) abandon(ctx context.Context, l *lease, reason error) {
 	<-l.quiet
 }
 
-// install makes l the node's present lease. It returns false when the node is leaving.
-func (n *Node) install(l *lease) bool {
+// install makes l the node's present lease, unless the node is leaving or has halted meanwhile.
+func (n *Node) install(l *lease) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.leaving.Err() != nil {
-		return false
+		return ErrLeft
+	}
+	if n.halted != nil {
+		return n.halted.err
 	}
 	for id, old := range n.leases { // those that have certainly run out
 		if old.left() < -10*n.cfg.TTL {
@@ -253,12 +260,12 @@ func (n *Node) install(l *lease) bool {
 	}
 	n.leases[l.id] = l
 	if l.ended.Load() {
-		return true
+		return nil
 	}
 	n.lease, n.waiting, n.err = l, "", nil
 	n.lastRenewal = time.Now()
 	close(n.ready)
-	return true
+	return nil
 }
 
 // leaseEnded ends every term under l. It is called by whoever finds that trust is over: the alarm, a renewal, or a
@@ -336,12 +343,11 @@ func (n *Node) keep(l *lease) {
 				timeout = min(2*timeout, n.grantTimeout())
 			}
 			if err == nil {
-				if !n.install(l) {
-					n.abandon(ctx, l, ErrLeft)
-					return
+				if err = n.install(l); err == nil {
+					n.events.emit(Event{Kind: EventJoined})
+					break
 				}
-				n.events.emit(Event{Kind: EventJoined})
-				break
+				n.abandon(ctx, l, err)
 			}
 			n.failed("a new lease", err)
 			n.poke()
@@ -420,7 +426,7 @@ func (n *Node) renewOnce(l *lease) {
 func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 	ctx, cancel := context.WithTimeout(n.ctx, timeout)
 	defer cancel()
-	before := n.past.seen.Load()
+	sent := n.past.mark()
 	key := n.keys.node(n.cfg.ID)
 	if n.cfg.Unlisted {
 		key = n.keys.offset()
@@ -430,7 +436,7 @@ func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 		n.failed("", fmt.Errorf("read %s: %w", key, err))
 		return
 	}
-	if !n.sameEtcd(resp.Header, before) {
+	if n.sameEtcd(sent, resp.Header) != nil {
 		return
 	}
 	if !n.cfg.Unlisted && (len(resp.Kvs) == 0 || resp.Kvs[0].ModRevision != l.incarnation) {
@@ -438,14 +444,13 @@ func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
 	}
 }
 
-// sameEtcd checks the header of a linearizable answer to a request that was sent when the greatest revision seen was
-// before. If it comes from another history, the node halts.
-func (n *Node) sameEtcd(h *pb.ResponseHeader, before int64) bool {
-	err := n.past.check(h, before)
-	if err != nil {
+// sameEtcd checks the header of a linearizable answer. If it comes from another history, the node halts.
+func (n *Node) sameEtcd(sent mark, h *pb.ResponseHeader) error {
+	err := n.past.check(sent, h)
+	if errors.Is(err, ErrTokenWentBack) {
 		n.halt(err)
 	}
-	return err == nil
+	return err
 }
 
 // halt ends all terms and keeps the node out of elections until the token offset has been raised.
@@ -453,7 +458,8 @@ func (n *Node) halt(err error) {
 	n.mu.Lock()
 	first, l := n.halted == nil, n.lease
 	if first {
-		n.halted = &haltedAt{token: n.past.seen.Load() + n.past.offset.Load(), offset: n.past.offset.Load(), err: err}
+		n.halted = &haltedAt{err: err}
+		n.halted.token, n.halted.offset = n.past.greatest()
 	}
 	n.mu.Unlock()
 	if first {
@@ -488,10 +494,14 @@ func (n *Node) awaitRaise() error {
 		return fmt.Errorf("%w; run `aegis token raise --above %d`", h.err, h.token)
 	}
 	n.past.forget(resp.Header)
-	n.view.relist()
+	n.view.forget()
 	n.mu.Lock()
+	defer n.mu.Unlock()
 	n.halted, n.incarnation = nil, 0
-	n.mu.Unlock()
+	for name, s := range n.slots {
+		s.gone = 0 // a revision of the old history
+		n.dropIdle(name)
+	}
 	return nil
 }
 

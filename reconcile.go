@@ -45,15 +45,15 @@ func (n *Node) reconcileOne(name string) {
 		n.dropIdle(name)
 	}
 	if l := s.leader; l.mod != 0 && n.leases[l.lease] != nil && !slot.claims(s) {
-		n.sweep(n.keys.leader(name), clientv3.ModRevision, l.mod)
+		n.sweep(n.keys.leader(name), clientv3.ModRevision, l.mod, l.lease)
 	}
 	for _, c := range s.queue {
 		if n.leases[c.lease] != nil && (slot == nil || !slot.waiting || slot.lease != c.lease) {
-			n.sweep(n.keys.candidate(name, c.lease), clientv3.CreateRevision, c.created)
+			n.sweep(n.keys.candidate(name, c.lease), clientv3.CreateRevision, c.created, c.lease)
 		}
 	}
 	if r := s.request; r.mod != 0 && led != nil && r.Term < led.mod {
-		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod) // it saw an earlier term
+		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod, 0) // it saw an earlier term
 	}
 	n.mu.Unlock()
 
@@ -69,7 +69,7 @@ func (n *Node) reconcileOne(name string) {
 		led.stepDown(errOffsetRaised, "")
 	case r.mod != 0 && r.Term == led.mod:
 		n.mu.Lock()
-		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod)
+		n.sweep(n.keys.request(name), clientv3.ModRevision, r.mod, 0)
 		n.mu.Unlock()
 		if _, waits := find(s.queue, r.To); waits || r.To == "" {
 			led.stepDown(ErrRequested, r.To)
@@ -99,7 +99,7 @@ func (slot *slot) claims(s electionState) bool {
 
 // sweep deletes a key if its revision is still the one seen, in the background, until that is certain or the node has
 // left. n.mu is held.
-func (n *Node) sweep(key string, revision func(string) clientv3.Cmp, seen int64) {
+func (n *Node) sweep(key string, revision func(string) clientv3.Cmp, seen int64, lease clientv3.LeaseID) {
 	id := key + "@" + strconv.FormatInt(seen, 10)
 	if n.sweeping[id] || n.ctx.Err() != nil {
 		return
@@ -113,7 +113,8 @@ func (n *Node) sweep(key string, revision func(string) clientv3.Cmp, seen int64)
 		}()
 		for pause := rankPause; n.ctx.Err() == nil; pause = min(2*pause, maxPause) {
 			ctx, cancel := context.WithTimeout(n.ctx, n.callTimeout())
-			resp, err := n.cli.Txn(ctx).If(clientv3.Compare(revision(key), "=", seen)).Then(clientv3.OpDelete(key)).Commit()
+			resp, err := n.cli.Txn(ctx).If(clientv3.Compare(revision(key), "=", seen),
+				clientv3.Compare(clientv3.LeaseValue(key), "=", lease)).Then(clientv3.OpDelete(key)).Commit()
 			cancel()
 			if err == nil {
 				if resp.Succeeded {
@@ -139,16 +140,15 @@ func (l *Leadership) stepDown(reason error, to NodeID) {
 		return
 	}
 	n := l.e.node
+	l.ask(reason, to)
 	if l.running {
-		l.ask(reason, to)
 		return
 	}
-	l.end(reason)
 	n.spawn(func() {
 		sleep(n.ctx, n.cfg.Margin)
 		ctx, cancel := n.detached(n.ctx)
 		defer cancel()
-		_ = l.release(ctx, to) // or the sweep takes the key
+		_ = l.release(ctx, l.successor()) // or the sweep takes the key
 	})
 }
 

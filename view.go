@@ -34,6 +34,7 @@ type view struct {
 
 	mu       sync.Mutex
 	rev      int64 // of the store's revisions, the one that the maps show; 0 before the first list
+	epoch    int   // of the history that they belong to
 	leaders  map[string]leaderEntry
 	terms    map[string]termEntry
 	queues   map[string][]candidate // in the order in which their turn comes
@@ -49,12 +50,22 @@ type view struct {
 	wentBack func(error)   // called when a list shows another history; may be nil
 	patience int           // how many signs of life in a row the watch may owe before it counts as silent
 	again    chan struct{} // asks for a new list
+	nudge    chan struct{} // somebody waits from now on
 }
 
-// relist has the view list anew at once.
-func (v *view) relist() {
+// forget empties the view, whose history has ended, and has it list anew at once. Revision 0 says that it knows nothing.
+func (v *view) forget() {
+	v.mu.Lock()
+	v.reset()
+	v.rev, v.epoch = 0, -1
+	v.mu.Unlock()
+	poke(v.again)
+}
+
+// poke wakes up whoever reads the channel; pokes coalesce.
+func poke(c chan struct{}) {
 	select {
-	case v.again <- struct{}{}:
+	case c <- struct{}{}:
 	default:
 	}
 }
@@ -126,7 +137,7 @@ func (s electionState) offsetOfTerm() offsetEntry {
 
 func newView(cli etcd, keys keyspace, period time.Duration, log *slog.Logger, changed func(map[string]bool)) *view {
 	v := &view{cli: cli, keys: keys, period: period, log: log, changed: changed,
-		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, past: &past{}, patience: leastPatience, again: make(chan struct{}, 1)}
+		subs: map[string]map[*subscription]struct{}{}, all: map[*subscription]struct{}{}, past: &past{}, patience: leastPatience, again: make(chan struct{}, 1), nudge: make(chan struct{}, 1)}
 	v.reset()
 	return v
 }
@@ -176,12 +187,7 @@ func (v *view) names() map[string]bool {
 // subscription wakes up its owner; wake-ups coalesce.
 type subscription struct{ c chan struct{} }
 
-func (s *subscription) wake() {
-	select {
-	case s.c <- struct{}{}:
-	default:
-	}
-}
+func (s *subscription) wake() { poke(s.c) }
 
 // subscribe wakes up the caller whenever something of the election changes and after each list; the first wake-up is
 // already there. An empty name subscribes to the view's own standing only.
@@ -195,6 +201,7 @@ func (v *view) subscribe(name string) (s *subscription, cancel func()) {
 		v.subs[name] = map[*subscription]struct{}{}
 	}
 	v.subs[name][s] = struct{}{}
+	poke(v.nudge)
 	return s, func() {
 		v.mu.Lock()
 		defer v.mu.Unlock()
@@ -254,13 +261,13 @@ func (v *view) read(ctx context.Context) (*clientv3.TxnResponse, error) {
 	for _, dir := range []string{dirCandidate, dirElection, dirMeta, dirRequest, dirTerm} {
 		gets = append(gets, clientv3.OpGet(v.keys.dir(dir), clientv3.WithPrefix()))
 	}
-	seen := v.past.seen.Load()
+	sent := v.past.mark()
 	resp, err := v.cli.Txn(ctx).Then(gets...).Commit()
 	if err != nil {
 		return nil, fmt.Errorf("list keys under %s: %w", v.keys.dir(""), err)
 	}
-	if err := v.past.check(resp.Header, seen); err != nil {
-		if v.wentBack != nil {
+	if err := v.past.check(sent, resp.Header); err != nil {
+		if v.wentBack != nil && errors.Is(err, ErrTokenWentBack) {
 			v.wentBack(err)
 		}
 		return nil, err
@@ -268,11 +275,12 @@ func (v *view) read(ctx context.Context) (*clientv3.TxnResponse, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.reset()
+	v.epoch = sent.epoch
 	for _, r := range resp.Responses {
 		v.load(r.GetResponseRange().Kvs)
 	}
 	v.rev, v.err, v.fatal = resp.Header.Revision, nil, nil
-	raise(&v.past.offset, v.offset.value)
+	v.past.saw(v.epoch, 0, v.offset.value)
 	for s := range v.all {
 		s.wake()
 	}
@@ -290,12 +298,22 @@ func (v *view) follow(ctx context.Context) error {
 	// Metadata of its own give the watch a stream of its own: one that hangs is not shared with the next watch.
 	ctx = metadata.AppendToOutgoingContext(ctx, "aegis-watch", strconv.FormatInt(watchSerial.Add(1), 10))
 	first, end := v.keys.watched()
-	events := v.cli.Watch(ctx, first, clientv3.WithRange(end), clientv3.WithRev(v.rev+1), clientv3.WithCreatedNotify(), clientv3.WithProgressNotify())
+	v.mu.Lock()
+	from := v.rev + 1
+	v.mu.Unlock()
+	// Watch returns only when the server has said that the watch is there.
+	late := time.AfterFunc(time.Duration(v.patience+1)*v.signPeriod(), cancel)
+	events := v.cli.Watch(ctx, first, clientv3.WithRange(end), clientv3.WithRev(from), clientv3.WithCreatedNotify(), clientv3.WithProgressNotify())
+	inTime := late.Stop()
 	defer func() {
 		cancel()
 		for range events { //nolint:revive // drained until the client closes it, so that its goroutines are gone
 		}
 	}()
+	if !inTime {
+		v.patience = min(2*v.patience, mostPatience)
+		return fmt.Errorf("watch of %s was not there in time", v.keys.dir(""))
+	}
 	ticker := time.NewTicker(v.signPeriod())
 	defer ticker.Stop()
 	for owed := 0; ; {
@@ -304,6 +322,8 @@ func (v *view) follow(ctx context.Context) error {
 			return ctx.Err()
 		case <-v.again:
 			return errRelist
+		case <-v.nudge:
+			ticker.Reset(v.signPeriod())
 		case resp, ok := <-events:
 			if !ok {
 				return fmt.Errorf("watch of %s closed", v.keys.dir(""))
@@ -315,7 +335,7 @@ func (v *view) follow(ctx context.Context) error {
 			v.apply(&resp)
 		case <-ticker.C:
 			if owed >= v.patience {
-				v.patience *= 2 // should etcd be overloaded, listing more often does not help it
+				v.patience = min(2*v.patience, mostPatience) // should etcd be overloaded, listing more often does not help it
 				return fmt.Errorf("watch of %s owes %d signs of life", v.keys.dir(""), owed)
 			}
 			if owed == 0 {
@@ -328,8 +348,11 @@ func (v *view) follow(ctx context.Context) error {
 	}
 }
 
-// leastPatience is how many signs of life a watch may owe in a row before it counts as silent.
-const leastPatience = 2
+// How many signs of life a watch may owe in a row before it counts as silent.
+const (
+	leastPatience = 2
+	mostPatience  = 16
+)
 
 // signPeriod is how often a sign of life is asked for: more often when somebody waits for what the watch has to tell.
 func (v *view) signPeriod() time.Duration {
@@ -344,6 +367,10 @@ func (v *view) signPeriod() time.Duration {
 func (v *view) apply(resp *clientv3.WatchResponse) {
 	touched := map[string]bool{}
 	v.mu.Lock()
+	if !v.past.saw(v.epoch, 0, 0) {
+		v.mu.Unlock()
+		return // of a history that has ended
+	}
 	offset := v.offset
 	if resp.Created && !v.open {
 		v.open = true
@@ -356,7 +383,6 @@ func (v *view) apply(resp *clientv3.WatchResponse) {
 	}
 	for _, ev := range resp.Events {
 		v.rev = max(v.rev, ev.Kv.ModRevision)
-		raise(&v.past.seen, ev.Kv.ModRevision)
 		if ev.Type == mvccpb.DELETE {
 			touched[v.drop(ev.Kv.Key)] = true
 		} else {
@@ -369,8 +395,8 @@ func (v *view) apply(resp *clientv3.WatchResponse) {
 			s.wake()
 		}
 	}
+	v.past.saw(v.epoch, v.rev, v.offset.value)
 	if offset != v.offset {
-		raise(&v.past.offset, v.offset.value)
 		touched = nil // concerns every election
 	}
 	v.mu.Unlock()
