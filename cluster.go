@@ -80,6 +80,16 @@ func (c *Cluster) Elections(ctx context.Context) ([]ElectionInfo, error) {
 			i.LastEnd = record.last()
 		}
 	}
+	members, err := c.Members(ctx) // a successor by transfer has not written its own record
+	if err != nil {
+		return nil, err
+	}
+	for _, i := range infos {
+		at := slices.IndexFunc(members, func(m Member) bool { return m.ID == i.Term.Node })
+		if i.Term.Token != 0 && i.Host == "" && at >= 0 {
+			i.Host, i.PID = members[at].Host, members[at].PID
+		}
+	}
 	left := map[clientv3.LeaseID]time.Duration{}
 	for name, l := range v.leaders {
 		i := info(name)

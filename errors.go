@@ -59,7 +59,7 @@ func (e *NotLeaderError) Error() string {
 	if e.Self {
 		return fmt.Sprintf("not the leader of %q: this node (%s) leads it or campaigns for it already; use Current, or wait for that call", e.Term.Election, e.Term.Node)
 	}
-	return fmt.Sprintf("not the leader of %q: %s holds it with token %d; Await waits for its turn", e.Term.Election, e.Term.Node, e.Term.Token)
+	return fmt.Sprintf("not the leader of %q: %s holds it with token %d; wait for a turn, or have it transferred", e.Term.Election, e.Term.Node, e.Term.Token)
 }
 
 // Is reports that every NotLeaderError is ErrNotLeader.

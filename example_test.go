@@ -23,7 +23,7 @@ func Example() {
 	defer done()
 
 	cli, err := clientv3.New(clientv3.Config{Endpoints: endpoints,
-		DialTimeout: 3 * time.Second, DialKeepAliveTime: 5 * time.Second, DialKeepAliveTimeout: 2 * time.Second})
+		DialTimeout: 3 * time.Second, DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 3 * time.Second})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -101,7 +101,13 @@ func (l *Leadership) cmps() []clientv3.Cmp {
 func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.TxnResponse, error) {
 	n := l.e.node
 	fail := func(errs ...error) (*clientv3.TxnResponse, error) {
-		return nil, fmt.Errorf("aegis: commit under %s: %w", l.term, errors.Join(errs...))
+		err := fmt.Errorf("aegis: commit under %s", l.term)
+		for _, e := range errs {
+			if e != nil {
+				err = fmt.Errorf("%w: %w", err, e)
+			}
+		}
+		return nil, err
 	}
 	if loss := l.loss(); loss != nil {
 		return fail(ErrFenced, loss)

@@ -259,8 +259,8 @@ func TestClocks(t *testing.T) {
 			}
 			r := w.await(w.ctx, b.Election("boss", aegis.WithGuards(guard)))
 			w.Cut("a", etcdsim.Both) // a sleeping machine is off the net as well
-			time.Sleep(long + time.Second)
-			w.Clock("a").Sleep(0)
+			w.Clock("a").Sleep(long)
+			time.Sleep(long + time.Second) // for etcd and b
 			w.within(time.Second, "b leads", func() bool { return w.won(r) })
 			w.mustIs(guard["boss"].Admit(led.Term), aegis.ErrFenced)
 			if err := guard["boss"].Admit(r.led.Term); err != nil {

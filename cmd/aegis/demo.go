@@ -27,7 +27,7 @@ func newDemo(o *options) *cobra.Command {
 		Long: `demo needs nothing but this binary. It starts an etcd of three members and two scenes, processes that may own a boss
 and pay its loot into an SQLite file, and does to them what networks and pauses do: the leading scene is stopped between
 its check that it leads and its writes, cut off from etcd, and continued when the other has taken over. It does so twice,
-the second time with the writes going through the guard, and counts the loot. It takes about 20 s.
+the second time with the writes going through the guard, and counts the loot. It takes about 15 s.
 
 The exit code is 0 only if loot was paid twice without the fence, and the late writes were refused, and all else was
 paid once, with it. With -o json the facts are on standard output and the time line is on standard error.`,
