@@ -77,7 +77,7 @@ func (n *Node) checkCluster(kvs []*mvccpb.KeyValue, cluster string) error {
 		return nil
 	}
 	return fmt.Errorf("%w: the keys under %s were written by etcd cluster %s, this is cluster %s: "+
-		"it was restored or replaced; stop the writers and run `aegis token raise --above-all`", ErrTokenWentBack, n.keys, kvs[0].Value, cluster)
+		"it was restored or replaced; stop the writers and run `aegis token raise --above N`, N being the greatest token that any guard has taken", ErrTokenWentBack, n.keys, kvs[0].Value, cluster)
 }
 
 func (n *Node) ownLease(id clientv3.LeaseID) bool {

@@ -60,7 +60,7 @@ type TokenWentBackError struct {
 
 func (e *TokenWentBackError) Error() string {
 	return fmt.Sprintf("token went back: %q was given token %d, but the guard has already taken %d from another term; "+
-		"etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above-all`", e.Name, e.Token, e.Newest)
+		"etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above %d`", e.Name, e.Token, e.Newest, e.Newest)
 }
 
 // Is reports that every TokenWentBackError is ErrTokenWentBack.
@@ -74,7 +74,7 @@ type ForeignClusterError struct {
 
 func (e *ForeignClusterError) Error() string {
 	return fmt.Sprintf("token of a foreign cluster: %q belongs to etcd cluster %x at this guard, the token comes from cluster %x; "+
-		"check the endpoints, or reset the name with `aegis fence reset` if the move is meant", e.Name, e.Known, e.Cluster)
+		"check the endpoints; docs/guide.md says how to move a guard to another cluster", e.Name, e.Known, e.Cluster)
 }
 
 // Is reports that every ForeignClusterError is ErrForeignCluster.

@@ -101,10 +101,10 @@ func TestErrorsCarryNumbersAndRemedy(t *testing.T) {
 			`fenced: "boss/1" token 9 refused: the guard has taken no token yet; advance it before the first write`},
 		{&fence.TokenWentBackError{Name: "boss/1", Token: 7, Newest: 7}, fence.ErrTokenWentBack,
 			`token went back: "boss/1" was given token 7, but the guard has already taken 7 from another term; ` +
-				"etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above-all`"},
+				"etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above 7`"},
 		{&fence.ForeignClusterError{Name: "boss/1", Cluster: 0xabc, Known: 0xdef}, fence.ErrForeignCluster,
 			`token of a foreign cluster: "boss/1" belongs to etcd cluster def at this guard, the token comes from cluster abc; ` +
-				"check the endpoints, or reset the name with `aegis fence reset` if the move is meant"},
+				"check the endpoints; docs/guide.md says how to move a guard to another cluster"},
 	} {
 		wantKinds(t, c.err, c.kind)
 		wantKinds(t, fmt.Errorf("wrapped: %w", c.err), c.kind)
