@@ -1,0 +1,3 @@
+package pgfence_test
+
+func playSettler(string) {}
