@@ -132,15 +132,11 @@ func NewRemote(url string, client *http.Client) *Remote {
 // whose waiting for older handlers it shares. All terms are taken or none, unless the reply is lost; advancing again
 // is harmless. It blocks until ctx ends at the latest.
 func (r *Remote) Advance(ctx context.Context, terms ...fence.Term) error {
-	var lines strings.Builder
-	for _, t := range terms {
-		line, err := gate.Encode(t)
-		if err != nil {
-			return fmt.Errorf("httpfence: advance: %w", err)
-		}
-		lines.WriteString(line + "\n")
+	lines, err := gate.EncodeTerms(terms)
+	if err != nil {
+		return fmt.Errorf("httpfence: advance: %w", err)
 	}
-	_, err := r.call(ctx, http.MethodPost, r.url, lines.String(), http.StatusNoContent)
+	_, err = r.call(ctx, http.MethodPost, r.url, lines, http.StatusNoContent)
 	return err
 }
 

@@ -199,7 +199,7 @@ func (g *Guard) AdvanceHandler() http.Handler {
 			}
 			fmt.Fprintln(w, gate.EncodeRecord(rec))
 		case http.MethodPost:
-			terms, err := readTerms(http.MaxBytesReader(w, r.Body, maxAdvance))
+			terms, err := gate.DecodeTerms(http.MaxBytesReader(w, r.Body, maxAdvance))
 			if err == nil {
 				err = g.Advance(r.Context(), terms...)
 			}
@@ -217,22 +217,6 @@ func (g *Guard) AdvanceHandler() http.Handler {
 			http.Error(w, "httpfence: POST terms to advance, GET ?election=… for the newest", http.StatusMethodNotAllowed)
 		}
 	})
-}
-
-// readTerms returns the terms up to and with the first that is wrong.
-func readTerms(r io.Reader) (terms []fence.Term, err error) {
-	lines := bufio.NewScanner(r)
-	for lines.Scan() {
-		t, err := gate.Decode(lines.Text())
-		terms = append(terms, t)
-		if err != nil {
-			return terms, fmt.Errorf("line %d: %w", len(terms), err)
-		}
-	}
-	if err := lines.Err(); err != nil {
-		return terms, &gate.TermError{Text: fmt.Sprintf("reading the terms after line %d: %v", len(terms), err)}
-	}
-	return terms, nil
 }
 
 // explain puts the package's name before errors that do not bear one; fence's own say all by themselves.

@@ -128,20 +128,15 @@ func (g *Gate) advance(ctx context.Context, terms []fence.Term) error {
 		defer g.unpin(e)
 		entries = append(entries, e)
 	}
-	next, err := g.next(terms)
-	if err != nil {
-		return err
-	}
 	if g.cfg.Durable != nil {
 		if err := g.advanceDurable(ctx, terms, entries); err != nil {
 			return err
 		}
-		for name, rec := range next {
-			if known := g.names[name].rec; known.Token > rec.Token { // somebody else was faster
-				return &fence.FencedError{Name: name, Token: rec.Token, Newest: known.Token}
-			}
-		}
 	} else {
+		next, err := g.next(terms)
+		if err != nil {
+			return err
+		}
 		for name, rec := range next {
 			g.take(g.names[name], rec)
 		}
@@ -155,17 +150,22 @@ func (g *Gate) advance(ctx context.Context, terms []fence.Term) error {
 }
 
 // advanceDurable has the guard behind take the terms, and memory what that guard knows by then, cluster and nonce
-// included. Called with g.mu held, which is free meanwhile.
+// included. It alone decides: memory may know less. Called with g.mu held, which is free meanwhile.
 func (g *Gate) advanceDurable(ctx context.Context, terms []fence.Term, entries []*entry) error {
-	g.mu.Unlock()
-	err := g.cfg.Durable.Advance(ctx, terms...)
-	g.mu.Lock()
+	err := g.outside(func() error { return g.cfg.Durable.Advance(ctx, terms...) })
 	if err != nil {
 		return fmt.Errorf("the guard behind this service: %w", err)
 	}
-	for _, e := range entries {
+	greatest := map[string]fence.Token{}
+	for i, e := range entries {
+		greatest[e.name] = max(greatest[e.name], terms[i].Token)
 		if err := g.refresh(ctx, e); err != nil {
 			return err
+		}
+	}
+	for _, e := range entries {
+		if token := greatest[e.name]; e.rec.Token > token { // somebody else was faster
+			return &fence.FencedError{Name: e.name, Token: token, Newest: e.rec.Token}
 		}
 	}
 	return nil
@@ -173,9 +173,11 @@ func (g *Gate) advanceDurable(ctx context.Context, terms []fence.Term, entries [
 
 // refresh has memory take what the guard behind knows. Called with g.mu held, which is free meanwhile.
 func (g *Gate) refresh(ctx context.Context, e *entry) error {
-	g.mu.Unlock()
-	rec, err := g.cfg.Durable.Newest(ctx, e.name)
-	g.mu.Lock()
+	var rec fence.Record
+	err := g.outside(func() (err error) {
+		rec, err = g.cfg.Durable.Newest(ctx, e.name)
+		return err
+	})
 	if err != nil {
 		return fmt.Errorf("the guard behind this service: %w", err)
 	}
@@ -183,6 +185,13 @@ func (g *Gate) refresh(ctx context.Context, e *entry) error {
 		g.take(e, rec)
 	}
 	return nil
+}
+
+// outside runs foreign code, which may block or panic, without the mutex.
+func (g *Gate) outside(fn func() error) error {
+	g.mu.Unlock()
+	defer g.mu.Lock()
+	return fn()
 }
 
 // next returns the records after all terms were taken, or why one of them is refused. Called with g.mu held.

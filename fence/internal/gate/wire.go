@@ -1,9 +1,11 @@
 package gate
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/url"
 	"strconv"
 	"strings"
@@ -87,6 +89,35 @@ func Decode(s string) (t fence.Term, err error) {
 		return t, fmt.Errorf("term of %q: %w", t.Election, err)
 	}
 	return t, nil
+}
+
+// EncodeTerms puts each term on a line of its own.
+func EncodeTerms(terms []fence.Term) (string, error) {
+	var lines strings.Builder
+	for _, t := range terms {
+		line, err := Encode(t)
+		if err != nil {
+			return "", err
+		}
+		lines.WriteString(line + "\n")
+	}
+	return lines.String(), nil
+}
+
+// DecodeTerms returns the terms up to and with the first that is wrong.
+func DecodeTerms(r io.Reader) (terms []fence.Term, err error) {
+	lines := bufio.NewScanner(r)
+	for lines.Scan() {
+		t, err := Decode(lines.Text())
+		terms = append(terms, t)
+		if err != nil {
+			return terms, fmt.Errorf("line %d: %w", len(terms), err)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return terms, &TermError{fmt.Sprintf("reading the terms after line %d: %v", len(terms), err)}
+	}
+	return terms, nil
 }
 
 // One returns the term in values, which must be exactly one. where names the place in errors.
