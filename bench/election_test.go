@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
@@ -76,7 +77,12 @@ func (f *field) must(err error) {
 	}
 }
 
+// phase waits for a moment, so that nothing that is measured begins just when the disk is done with what was measured
+// before it: among other writers that makes half a cycle's difference.
+func (f *field) phase() { time.Sleep(rand.N(4 * time.Millisecond)) }
+
 func (f *field) put() {
+	f.phase()
 	began := time.Now()
 	_, err := f.cli.Put(f.ctx, "/bench/put", "scene-01")
 	f.must(err)
@@ -114,6 +120,7 @@ func (f *field) round() {
 	name := fmt.Sprintf("boss-%d", f.sequence)
 	f.put()
 
+	f.phase()
 	began := time.Now()
 	led, err := f.a.Election(name).Campaign(f.ctx)
 	f.must(err)
@@ -123,6 +130,7 @@ func (f *field) round() {
 		next := f.await(f.b.Election(name))
 		f.queued(name, wait)
 		f.put()
+		f.phase()
 		began = time.Now()
 		f.must(led.Resign(f.ctx))
 		f.sample("resign", began)
@@ -137,6 +145,7 @@ func (f *field) round() {
 	next := f.await(f.b.Election(name))
 	f.queued(name, 8*time.Millisecond)
 	f.put()
+	f.phase()
 	began = time.Now()
 	f.must(led.Transfer(f.ctx, f.b.ID()))
 	o := <-next
@@ -151,6 +160,7 @@ func (f *field) round() {
 func (f *field) peer(name string) {
 	ea, eb := concurrency.NewElection(f.sa, "/peer/"+name), concurrency.NewElection(f.sb, "/peer/"+name)
 	f.put()
+	f.phase()
 	began := time.Now()
 	f.must(ea.Campaign(f.ctx, "a"))
 	f.sample("etcd-concurrency:campaign", began)
@@ -166,6 +176,7 @@ func (f *field) peer(name string) {
 		return r != nil && r.Count == 2, err
 	}))
 	time.Sleep(8 * time.Millisecond)
+	f.phase()
 	began = time.Now()
 	f.must(ea.Resign(f.ctx))
 	at := <-won
