@@ -11,6 +11,8 @@ func TestDependencies(t *testing.T) {
 	for pkg, allowed := range map[string][]string{
 		"aegis/fence":             {"aegis/fence"},
 		"aegis/fence/fencetest":   {"aegis/fence"},
+		"aegis/fence/pgfence":     {"aegis/fence", "github.com/jackc/", "golang.org/x/text/", "golang.org/x/sync/"},
+		"aegis/fence/redisfence":  {"aegis/fence", "github.com/redis/", "github.com/cespare/xxhash/", "go.uber.org/atomic", "golang.org/x/sys/"},
 		"aegis/fence/sqlitefence": {"aegis/fence", "github.com/ncruces/", "golang.org/x/sys/"},
 	} {
 		out, err := exec.Command("go", "list", "-deps", "-f", "{{if not .Standard}}{{.ImportPath}}{{end}}", pkg).CombinedOutput()
