@@ -52,9 +52,7 @@ type tally struct {
 // renewal follows. In the other rounds it counts from the cut.
 func TestPartitionNeverShowsTwoLeaders(t *testing.T) {
 	ours, theirs := rounds(t)
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed of the cuts' instants: %d", seed)
-	random := rand.New(rand.NewPCG(seed, 0))
+	random := rand.New(rand.NewPCG(lab.Seed(t), 0)) // of the cuts' instants
 	cluster := newTrial(t, lab.Options{}).cluster
 
 	a := partition(t, cluster, systemAegis, ours, random)
