@@ -164,8 +164,9 @@ func (g *Guard) guarded(ctx context.Context, t fence.Term, s script, keys []stri
 	if err := fence.ValidToken(t.Token); err != nil {
 		return nil, fmt.Errorf("redisfence: admit %q: %w", t.Election, err)
 	}
-	keys = append([]string{g.fenceKey(t.Election)}, keys...)
-	args = append([]any{want(t)}, args...)
+	c := g.claim(t)
+	keys = append([]string{c.key}, keys...)
+	args = append([]any{c.want}, args...)
 	v, err := g.run(ctx, "write under", t.Election, g.client, s, keys, args)
 	if err == nil {
 		return v, nil

@@ -73,7 +73,8 @@ type Guard struct {
 	cfg      Config
 	client   redis.UniversalClient
 	cluster  *redis.ClusterClient // the same, or nil
-	commands atomic.Pointer[map[string]*redis.CommandInfo]
+	commands atomic.Pointer[map[string]command]
+	latest   atomic.Pointer[claim] // a cache of one
 }
 
 var _ fence.Guard = (*Guard)(nil)

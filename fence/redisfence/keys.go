@@ -3,6 +3,7 @@ package redisfence
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -41,7 +42,14 @@ func slot(key string) uint16 {
 	}
 	var crc uint16
 	for i := range len(key) {
-		crc ^= uint16(key[i]) << 8
+		crc = crc<<8 ^ crcTable[byte(crc>>8)^key[i]]
+	}
+	return crc % 16384
+}
+
+var crcTable = func() (t [256]uint16) {
+	for i := range t {
+		crc := uint16(i) << 8
 		for range 8 {
 			if crc&0x8000 != 0 {
 				crc = crc<<1 ^ 0x1021
@@ -49,23 +57,50 @@ func slot(key string) uint16 {
 				crc <<= 1
 			}
 		}
+		t[i] = crc
 	}
-	return crc % 16384
+	return t
+}()
+
+// claim is what a term's writes have in common, made once a term.
+type claim struct {
+	term fence.Term
+	key  string // of the fence
+	slot uint16
+	want string // the record that the term stands for
+}
+
+func (g *Guard) claim(t fence.Term) *claim {
+	if c := g.latest.Load(); c != nil && c.term == t {
+		return c
+	}
+	c := &claim{term: t, key: g.fenceKey(t.Election), want: encode(fence.Record{Token: t.Token, Nonce: t.Nonce, Cluster: t.Cluster})}
+	c.slot = slot(c.key)
+	g.latest.Store(c)
+	return c
 }
 
 // admissible checks the keys that a term wants to write, before anything is sent.
 func (g *Guard) admissible(t fence.Term, keys []string) error {
-	own := g.fenceKey(t.Election)
+	c := g.claim(t)
 	for _, key := range keys {
 		if strings.HasPrefix(key, g.cfg.Prefix) {
 			return fmt.Errorf("redisfence: %s: key %q has the prefix %q of the guard's own keys; choose another, or another Config.Prefix", t, key, g.cfg.Prefix)
 		}
-		if !g.cfg.AnySlot && slot(key) != slot(own) {
+		if !g.cfg.AnySlot && slot(key) != c.slot {
 			return fmt.Errorf("redisfence: %s: key %q: %w: it is in slot %d, the fence %q in slot %d; give the key the tag {%s} (Guard.Key), or see Config.Tag and Config.AnySlot",
-				t, key, ErrSlot, slot(key), own, slot(own), g.tag(t.Election))
+				t, key, ErrSlot, slot(key), c.key, c.slot, g.tag(t.Election))
 		}
 	}
 	return nil
+}
+
+// command is what the guard must know of a command of Redis.
+type command struct {
+	arity             int // with the name; below 0: at least so many
+	first, last, step int // of its keys; last below 0 counts from the end
+	ask               bool
+	keyless, never    bool
 }
 
 // keyless are the commands without a key that a term may execute: they have an effect or none, but touch no data.
@@ -87,20 +122,23 @@ func (g *Guard) keysOf(ctx context.Context, t fence.Term, args []any) ([]string,
 	if err != nil {
 		return nil, g.explain("validate a command of", t.Election, err, errNoReply)
 	}
-	name := strings.ToLower(text(args[0]))
-	info := commands[name]
+	name := text(args[0])
+	c, known := commands[name]
+	if !known {
+		c, known = commands[strings.ToLower(name)]
+	}
 	switch {
-	case info == nil:
+	case !known:
 		return refuse("the server knows no command %q", name)
-	case info.Arity > 0 && len(args) != int(info.Arity), info.Arity < 0 && len(args) < -int(info.Arity):
+	case c.arity > 0 && len(args) != c.arity, c.arity < 0 && len(args) < -c.arity:
 		return refuse("wrong number of arguments for %q: %d", name, len(args)-1)
-	case flag(info, "noscript"), flag(info, "blocking") && !flag(info, "write"):
+	case c.never:
 		return refuse("%q cannot be guarded: Redis does not allow it in scripts", name)
-	case keyless[name]:
+	case c.keyless:
 		return nil, nil
 	}
 	var keys []string
-	if info.FirstKeyPos <= 0 || flag(info, "movablekeys") {
+	if c.ask {
 		get := redis.NewStringSliceCmd(ctx, append([]any{"COMMAND", "GETKEYS"}, args...)...)
 		if err := g.client.Process(ctx, get); err != nil {
 			if _, replied := err.(redis.Error); replied {
@@ -110,11 +148,11 @@ func (g *Guard) keysOf(ctx context.Context, t fence.Term, args []any) ([]string,
 		}
 		keys = get.Val()
 	} else {
-		last := int(info.LastKeyPos)
+		last := c.last
 		if last < 0 {
 			last += len(args)
 		}
-		for i := int(info.FirstKeyPos); i <= last && i < len(args); i += max(int(info.StepCount), 1) {
+		for i := c.first; i <= last && i < len(args); i += c.step {
 			keys = append(keys, text(args[i]))
 		}
 	}
@@ -124,25 +162,24 @@ func (g *Guard) keysOf(ctx context.Context, t fence.Term, args []any) ([]string,
 // maxArgs stays below Lua's bound of what unpack returns.
 const maxArgs = 7000
 
-func (g *Guard) commandTable(ctx context.Context) (map[string]*redis.CommandInfo, error) {
+// commandTable is the server's own, asked for once. It is never changed.
+func (g *Guard) commandTable(ctx context.Context) (map[string]command, error) {
 	if known := g.commands.Load(); known != nil {
 		return *known, nil
 	}
-	table, err := g.client.Command(ctx).Result()
+	infos, err := g.client.Command(ctx).Result()
 	if err != nil {
 		return nil, err
 	}
+	table := make(map[string]command, 2*len(infos))
+	for name, i := range infos {
+		c := command{arity: int(i.Arity), first: int(i.FirstKeyPos), last: int(i.LastKeyPos), step: max(int(i.StepCount), 1), keyless: keyless[name]}
+		c.ask = c.first <= 0 || slices.Contains(i.Flags, "movablekeys")
+		c.never = slices.Contains(i.Flags, "noscript")
+		table[name], table[strings.ToUpper(name)] = c, c
+	}
 	g.commands.Store(&table)
 	return table, nil
-}
-
-func flag(info *redis.CommandInfo, name string) bool {
-	for _, f := range info.Flags {
-		if f == name {
-			return true
-		}
-	}
-	return false
 }
 
 // text is how the client writes an argument that is a name or a key.
@@ -182,10 +219,6 @@ func decode(name, s string) (fence.Record, error) {
 	}
 	return fence.Record{}, fmt.Errorf("redisfence: the fence of %q reads %q, which this program does not understand: "+
 		"a newer version wrote it, so use a newer aegis; or somebody else did", name, s)
-}
-
-func want(t fence.Term) string {
-	return encode(fence.Record{Token: t.Token, Nonce: t.Nonce, Cluster: t.Cluster})
 }
 
 // glob escapes what SCAN's patterns would read.
