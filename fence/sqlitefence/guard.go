@@ -27,7 +27,7 @@ type Config struct {
 	Readers int
 
 	// Init is SQL that every new connection executes first, such as "PRAGMA foreign_keys=on". Defaults to none. What
-	// the guard rests on (WAL, synchronous=FULL) is set afterwards.
+	// the guard rests on (waiting for locks, synchronous=FULL) is set afterwards; Init cannot leave WAL mode.
 	Init string
 
 	_ struct{}
@@ -221,13 +221,14 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 
 	g.rest(ctx)
 	defer func() { g.resting = time.Now() }()
-	tx, err := g.begin(ctx)
+	tx, release, err := g.begin(ctx)
 	if err != nil {
 		if ctx.Err() != nil {
 			return g.overdue(ctx)
 		}
 		return fmt.Errorf("sqlitefence: begin: %w", err)
 	}
+	defer release()
 	g.gate.reset()
 	defer tx.Rollback() // nothing to do after a commit
 	defer func() { g.stale = g.gate.ended.Load() }()
@@ -241,16 +242,38 @@ func (g *Guard) write(ctx context.Context, fn func(*sql.Tx) error) error {
 	return g.commit(ctx, tx)
 }
 
-func (g *Guard) begin(ctx context.Context) (*sql.Tx, error) {
+// begin begins an immediate transaction. release gives its connection back, once it has ended.
+func (g *Guard) begin(ctx context.Context) (tx *sql.Tx, release func() error, err error) {
+	if tx, release, err = g.tryBegin(ctx); errors.Is(err, sqlite3.READONLY) { // PRAGMA query_only by an earlier fn
+		g.stale = true
+		tx, release, err = g.tryBegin(ctx)
+	}
+	return tx, release, err
+}
+
+func (g *Guard) tryBegin(ctx context.Context) (*sql.Tx, func() error, error) {
+	conn, err := g.w.Conn(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
 	if g.stale { // a PRAGMA, say, that a transaction would have refused: connect anew
-		conn, err := g.w.Conn(ctx)
-		if err != nil {
-			return nil, err
-		}
 		_ = conn.Raw(func(any) error { return sqldriver.ErrBadConn }) // closes it
 		g.stale = false
+		if conn, err = g.w.Conn(ctx); err != nil {
+			return nil, nil, err
+		}
 	}
-	return g.w.BeginTx(ctx, nil) // BEGIN IMMEDIATE is the driver's default
+	// PRAGMA busy_timeout, by an earlier fn or script, takes the handler away.
+	err = conn.Raw(func(c any) error { return c.(driver.Conn).Raw().BusyHandler(poll) })
+	if err == nil {
+		// The level says BEGIN IMMEDIATE to the driver, whatever _txlock in a URI says.
+		var tx *sql.Tx
+		if tx, err = conn.BeginTx(ctx, &sql.TxOptions{Isolation: sql.LevelSerializable}); err == nil {
+			return tx, conn.Close, nil
+		}
+	}
+	_ = conn.Close()
+	return nil, nil, err
 }
 
 // rest makes SQLite's lock fair between processes. Who waits for it polls, and a process that takes it again at once,

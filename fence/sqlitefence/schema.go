@@ -62,7 +62,7 @@ func prepare(ctx context.Context, path string) (string, error) {
 	}
 	defer c.Close()
 	c.SetInterrupt(ctx)
-	if err := connect(c); err != nil {
+	if err := c.BusyHandler(poll); err != nil {
 		return "", explain(path, err)
 	}
 	err = install(c)
@@ -132,17 +132,27 @@ func explain(path string, err error) error {
 	return fmt.Errorf("sqlitefence: open %s%s: %w", path, hint, err)
 }
 
-// connect readies a connection: it waits for locks as long as its context lives, then executes the scripts.
-func connect(c *sqlite3.Conn, scripts ...string) error {
+// connect readies a connection: it executes init, the user's, then script, and waits for locks as long as its context
+// lives.
+func connect(c *sqlite3.Conn, init, script string) error {
 	if err := c.BusyHandler(poll); err != nil {
 		return err
 	}
-	for _, script := range scripts {
-		if err := c.Exec(script); err != nil {
-			return err
-		}
+	if err := c.Exec(init); err != nil {
+		return fmt.Errorf("Config.Init: %w", err)
 	}
-	return nil
+	// What init may have changed: PRAGMA busy_timeout replaces the handler, an exclusive mode locks out everybody else.
+	if err := c.BusyHandler(poll); err != nil {
+		return err
+	}
+	if err := c.Exec("PRAGMA locking_mode=NORMAL;" + script); err != nil {
+		return err
+	}
+	mode, err := scalar(c, "PRAGMA journal_mode")
+	if err == nil && mode != "wal" {
+		err = fmt.Errorf("Config.Init sets journal_mode=%s; the guard needs WAL", mode)
+	}
+	return err
 }
 
 // poll is the busy handler, with the context of the call: SQLite has no lock to sleep on.
