@@ -28,7 +28,7 @@ const NoPrefix = "\x00"
 //	request/<name>                   requestRecord; an operator's wish
 //	node/<id>                        nodeRecord; under the node's lease
 //	meta/token-offset, meta/cluster  numbers, decimal and hexadecimal
-//	write/<name>                     nonce of the latest Commit; not watched
+//	write/<name>                     token of the latest Commit; not watched
 type keyspace string
 
 func newKeyspace(prefix string) keyspace {

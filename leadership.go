@@ -114,12 +114,12 @@ func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.
 	}
 	ctx, cancel := context.WithTimeout(ctx, n.callTimeout())
 	defer cancel()
-	// The nonce tells a refusal from the second execution of a commit whose first was done just before the term ended.
+	// A key that every commit writes tells a refusal from the second execution of a commit whose first was done just
+	// before the term ended: then it was written after this one was sent, and before the rival's term.
 	commits := n.keys.commit(l.term.Election)
-	nonce := strconv.FormatUint(rand.Uint64(), 16)
 	sent := n.past.mark()
 	resp, err := n.cli.Txn(ctx).If(l.cmps()...).
-		Then(append(slices.Clip(ops), clientv3.OpPut(commits, nonce))...).
+		Then(append(slices.Clip(ops), clientv3.OpPut(commits, strconv.FormatInt(l.term.Token, 10)))...).
 		Else(readOps(n.keys, l.term.Election)...).Commit()
 	if err != nil && !undone(err) {
 		return fail(ErrUnknown, err)
@@ -143,10 +143,8 @@ func (l *Leadership) Commit(ctx context.Context, ops ...clientv3.Op) (*clientv3.
 	switch {
 	case gerr != nil:
 		return fail(ErrUnknown, err, gerr)
-	case len(got.Kvs) > 0 && string(got.Kvs[0].Value) == nonce:
-		return fail(ErrUnknown, errors.New("it was executed, and then sent again by etcd's client"), err)
 	case len(got.Kvs) > 0 && got.Kvs[0].ModRevision > sent.seen:
-		return fail(ErrUnknown, errors.New("it may have been executed before another commit, and then sent again"), err)
+		return fail(ErrUnknown, errors.New("a commit of this term was executed meanwhile: this one, sent again by etcd's client, or another"), err)
 	case err != nil:
 		return fail(err)
 	case newest.Token == 0:

@@ -541,6 +541,9 @@ func TestCommit(t *testing.T) {
 		if !led.Held() {
 			w.Fatal("a has noticed; the compare is not tried")
 		}
+		if _, err := rival.Commit(w.ctx, clientv3.OpPut("loot", "2")); err != nil {
+			w.Fatal(err)
+		}
 		_, err = led.Commit(w.ctx, clientv3.OpPut("loot", "stale"))
 		var fenced *aegis.FencedError
 		if !errors.As(err, &fenced) || fenced.Token != led.Token || fenced.Newest != rival.Token {
