@@ -33,7 +33,8 @@ func newKeeper(name string, pid *atomic.Int64) (*keeper, error) {
 	defer out.Close()
 	// /proc/self/exe is this very program, whatever has been installed over it since.
 	cmd := &exec.Cmd{Path: "/proc/self/exe", Args: []string{watchdogName, name}, Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr,
-		ExtraFiles: []*os.File{in, out}, SysProcAttr: &syscall.SysProcAttr{Setsid: true}}
+		ExtraFiles: []*os.File{in, out}, SysProcAttr: &syscall.SysProcAttr{Setsid: true,
+			Pdeathsig: syscall.SIGCONT}} // so that one that was stopped sees that run is dead
 	if err := cmd.Start(); err != nil {
 		_, _ = orders.Close(), reports.Close()
 		return nil, err
@@ -56,16 +57,22 @@ func newKeeper(name string, pid *atomic.Int64) (*keeper, error) {
 	return k, nil
 }
 
-// tell sends an order. What cannot be sent need not arrive: the watchdog is dead, or stands still and is given up.
-func (k *keeper) tell(o order) {
+// tell sends an order, within 50 ms; within a second if it starts a child, whose command line can be megabytes long.
+// What cannot be sent need not arrive: the watchdog is dead, or stands still and is given up.
+func (k *keeper) tell(o order) error {
 	b, err := json.Marshal(o)
 	if err != nil {
-		return
+		return err
+	}
+	bound := 50 * time.Millisecond // for what is written whole or not at all
+	if o.Op == "start" {
+		bound = time.Second
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	_ = k.orders.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
-	_, _ = k.orders.Write(b)
+	_ = k.orders.SetWriteDeadline(time.Now().Add(bound))
+	_, err = k.orders.Write(b)
+	return err
 }
 
 // dead reports whether an idle watchdog has died.
@@ -81,8 +88,9 @@ func (k *keeper) dead() bool {
 // kill kills the watchdog; its descendants become run's.
 func (k *keeper) kill() { _ = k.cmd.Process.Kill() }
 
-// close lets an idle watchdog go, and waits for it.
+// close ends an idle watchdog, which has no child, and waits for it.
 func (k *keeper) close() {
+	k.kill() // it may stand still
 	_ = k.orders.Close()
 	for range k.reports {
 	}

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -76,10 +77,20 @@ func (b *brood) children() ([]proc, error) {
 }
 
 // reapOrphans reaps what has died among the adopted, so that a child that runs for long leaves no zombies; leader, if
-// any, is left alone.
+// any, is left alone. It is called often, and costs one system call when nobody has died.
 func (b *brood) reapOrphans(leader int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	for {
+		pid := anyDead()
+		if pid == 0 {
+			return
+		}
+		if pid == leader || b.spare != nil && b.spare(pid) {
+			break // others may hide behind it
+		}
+		_, _ = syscall.Wait4(pid, nil, syscall.WNOHANG, nil)
+	}
 	list, _ := b.children()
 	for _, p := range list {
 		if p.state == 'Z' && p.pid != leader {
@@ -104,11 +115,33 @@ func (b *brood) kill() {
 
 // look asks the kernel whether pid is a child of this process, and whether it has died, without reaping it.
 func look(pid int) (child, dead bool) {
-	var info unix.Siginfo
+	zombie, err := peek(unix.P_PID, pid)
+	return err == nil, zombie != 0
+}
+
+// anyDead returns a child that has died and is not reaped, 0 if there is none.
+func anyDead() int {
+	zombie, _ := peek(unix.P_ALL, 0)
+	return zombie
+}
+
+func peek(kind, id int) (zombie int, err error) {
+	// The kernel's siginfo_t, of which x/sys names the head alone. The rest is aligned as a pointer.
+	var info struct {
+		_    [3]int32
+		rest struct {
+			_   [0]uintptr
+			pid int32
+		}
+		_ unix.Siginfo // at least as much room as the kernel fills
+	}
 	for {
-		err := unix.Waitid(unix.P_PID, pid, &info, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
+		err := unix.Waitid(kind, id, (*unix.Siginfo)(unsafe.Pointer(&info)), unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
+		if err == nil {
+			return int(info.rest.pid), nil
+		}
 		if err != unix.EINTR {
-			return err == nil, err == nil && info.Signo != 0
+			return 0, err
 		}
 	}
 }

@@ -37,9 +37,12 @@ func newRun(o *options) *cobra.Command {
 When the command ends, run gives the election up at once and exits with the command's code. When the term is lost,
 the command's whole process group gets TERM, and KILL after --grace, so that it is dead before the lease ends and
 another can lead; then run waits to lead again, and starts the command anew. This holds also when run itself is
-stopped or killed. SIGTERM, SIGINT or SIGHUP to run stop the command likewise, with --stop-grace; a second one kills
-it. All descendants of the command end with it, those that left its process group too, so it must stay in the
-foreground. It has no controlling terminal.
+stopped or killed, since a second process of run, its watchdog, sees to it; and when the watchdog is, since run does.
+It does not hold when both are stopped (SIGSTOP, a debugger) within three seconds: then the command runs on.
+
+SIGTERM, SIGINT or SIGHUP to run stop the command likewise, with --stop-grace; a second one kills it. So does an
+operator's transfer or evict, without the second. All descendants of the command end with it, those that left its
+process group too, so it must stay in the foreground. It has no controlling terminal.
 
 The command should pass AEGIS_TOKEN to whatever it writes to, which then can refuse what comes too late.`,
 		Example: `  aegis run settle-boss -- ./settle --boss 42
@@ -72,7 +75,7 @@ The command should pass AEGIS_TOKEN to whatever it writes to, which then can ref
 	}
 	f.register(cmd)
 	cmd.Flags().DurationVar(&f.grace, "grace", 0, "from TERM to KILL when the term is lost; 100ms less than --margin at most (default: half of it)")
-	cmd.Flags().DurationVar(&f.stopGrace, "stop-grace", 10*time.Second, "from TERM to KILL when run itself is told to stop")
+	cmd.Flags().DurationVar(&f.stopGrace, "stop-grace", 10*time.Second, "from TERM to KILL when run is told to stop, or asked to give the election up")
 	cmd.Flags().BoolVar(&f.exitOnLoss, "exit-on-loss", false, "exit with code 4 when a term is lost, instead of waiting to lead again")
 	return cmd
 }

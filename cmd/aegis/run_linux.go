@@ -17,8 +17,15 @@ import (
 	"aegis/internal/clock"
 )
 
-// tellEvery is how often the watchdog hears how long trust lasts.
-const tellEvery = 100 * time.Millisecond
+const (
+	// tellEvery is how often the watchdog hears how long trust lasts, and answers.
+	tellEvery = 100 * time.Millisecond
+
+	// How many orders a watchdog may leave unanswered: at a term's start, when it has no child, and later, when giving it
+	// up kills one. Orders, not time: a machine that was suspended has sent none.
+	startPatience = 10
+	patience      = 30
+)
 
 // runner runs a child for each term of one election. It leaves the child itself to a watchdog; see there.
 type runner struct {
@@ -123,43 +130,75 @@ func (r *runner) prepare(name string) (err error) {
 }
 
 // trust returns when trust in the term's lease ends, on the boot clock. The clock is read first, so that the instant is
-// early rather than late.
+// early rather than late. It may go on after the term, whose key is released when the child is gone.
 func (r *runner) trust(led *aegis.Leadership) (time.Duration, bool) {
 	now, ok := clock.Machine.Boot()
-	left := led.Left()
+	left := led.LeaseLeft()
 	return now + left, ok && left > 0
 }
 
 // term has a watchdog run the child for one term. It returns when nothing of it is left.
 func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
+	for bound := startPatience; ; bound *= 2 { // it may be the machine that is slow
+		if again, err := r.attempt(ctx, led, bound); !again {
+			return err
+		}
+	}
+}
+
+// attempt has one watchdog run the child. It is to be repeated when the watchdog left bound orders unanswered, the first
+// among them, and so has started nothing.
+func (r *runner) attempt(ctx context.Context, led *aegis.Leadership, bound int) (again bool, err error) {
 	if r.keeper == nil || r.keeper.dead() {
 		if err := r.prepare(led.Term.Election); err != nil {
-			return err
+			return false, err
 		}
 	}
 	k := r.keeper
 	log := r.log.With("election", led.Term.Election, "token", led.Term.Token)
 	trust, ok := r.trust(led)
 	if ctx.Err() != nil {
-		return nil
+		return false, nil
 	}
-	if !ok {
-		return r.goOn(ctx, led)
+	if !ok || !led.Held() {
+		return false, r.goOn(ctx, led)
 	}
-	k.tell(order{Op: "start", Trust: trust, Grace: r.grace, Path: r.path, Args: r.args, Env: r.environment(led.Term)})
 	r.keeper = nil
+
+	var due time.Time // when the watchdog must have ended
+	var overdue <-chan time.Time
+	within := func(d time.Duration) { // the earliest counts
+		if at := time.Now().Add(d); due.IsZero() || at.Before(due) {
+			due, overdue = at, time.After(d)
+		}
+	}
+	replaced := false // by run itself
+	replace := func() {
+		if !replaced {
+			replaced = true
+			k.kill()
+			log.Warn("aegis: the watchdog does not answer in time, going on without it", "pid", k.cmd.Process.Pid)
+		}
+	}
+	if k.tell(order{Op: "start", Trust: trust, Grace: r.grace, Path: r.path, Args: r.args, Env: r.environment(led.Term)}) != nil {
+		replace() // what it has of the order it cannot read
+	}
 
 	tick := time.NewTicker(tellEvery)
 	defer tick.Stop()
 	stop, lost := ctx.Done(), led.Context().Done()
-	var silent <-chan time.Time // by when the watchdog must have reported
+	heard, unanswered := false, 0
 	var last report
-	replaced := false // by run itself
 	for {
 		select {
 		case <-tick.C:
-			if trust, ok := r.trust(led); ok {
-				k.tell(order{Op: "trust", Trust: trust})
+			trust, ok := r.trust(led)
+			if !ok {
+				within(r.grace + (r.margin-r.grace)/4)
+			} else if unanswered++; unanswered > bound {
+				replace()
+			} else {
+				_ = k.tell(order{Op: "trust", Trust: trust})
 			}
 		case <-lost:
 			lost, stop = nil, nil
@@ -167,39 +206,49 @@ func (r *runner) term(ctx context.Context, led *aegis.Leadership) error {
 			if errors.Is(context.Cause(led.Context()), aegis.ErrRequested) {
 				grace = r.stopGrace // nobody hurries: the lease is renewed until the key is released
 			}
-			k.tell(order{Op: "stop", Grace: grace})
-			silent = time.After(grace + (r.margin-r.grace)/4)
+			_ = k.tell(order{Op: "stop", Grace: grace})
+			within(grace + (r.margin-r.grace)/4)
 			log.Warn("aegis: term is over, stopping the child", "reason", lossReason(led), "grace", grace)
 		case <-stop:
 			stop = nil
 			if led.Held() {
-				k.tell(order{Op: "stop", Grace: r.stopGrace})
-				silent = time.After(r.stopGrace + time.Second)
+				_ = k.tell(order{Op: "stop", Grace: r.stopGrace})
+				within(r.stopGrace + time.Second)
 				log.Info("aegis: stopping the child", "grace", r.stopGrace)
 			}
 		case <-r.hurry:
-			k.tell(order{Op: "stop"})
-			silent = time.After(time.Second)
-		case <-silent:
-			silent, replaced = nil, true
-			k.kill()
-			log.Warn("aegis: the watchdog does not report in time, killing the child without it", "pid", k.cmd.Process.Pid)
+			_ = k.tell(order{Op: "stop"})
+			within(time.Second)
+		case <-overdue:
+			replace()
 		case rep, open := <-k.reports:
 			if open {
-				if last = rep; rep.Op == "started" {
+				heard, unanswered, bound = true, 0, patience
+				switch rep.Op {
+				case "heard":
+					continue
+				case "started":
 					log.Info("aegis: child started", "pid", rep.Pid)
 				}
+				last = rep
 				continue
 			}
 			_ = k.orders.Close()
-			if replaced && (last.Op == "" || last.Op == "started") {
+			switch {
+			case !replaced:
+			case !heard:
+				if ctx.Err() == nil && led.Held() {
+					return true, nil
+				}
+				last = report{Op: "late"}
+			case last.Op == "" || last.Op == "started":
 				r.killOrphans()
-				last = report{Op: "ended", Status: int(syscall.SIGKILL)}
+				last = report{Op: "killed", Status: int(syscall.SIGKILL)}
 			}
 			if err := r.after(led, log, last); err != nil || r.ended || r.signalled.Load() {
-				return err
+				return false, err
 			}
-			return r.goOn(ctx, led)
+			return false, r.goOn(ctx, led)
 		}
 	}
 }
@@ -225,7 +274,7 @@ func (r *runner) after(led *aegis.Leadership, log *slog.Logger, last report) err
 		return nil
 	}
 	switch last.Op {
-	case "ended":
+	case "ended", "killed": // by the watchdog, or without it
 		code := exitCode(syscall.WaitStatus(last.Status))
 		log.Info("aegis: child ended", "code", code)
 		if last.Own || r.signalled.Load() {
@@ -241,6 +290,9 @@ func (r *runner) after(led *aegis.Leadership, log *slog.Logger, last report) err
 	default:
 		r.killOrphans()
 		return end(exitf(exitFailure, "the watchdog of %q died before its child; the child and its descendants were killed, the term %d is given back", led.Term.Election, led.Term.Token))
+	}
+	if r.exitOnLoss && last.Op == "killed" && led.Held() {
+		return end(exitf(exitLost, "the watchdog of %q stood still; the child was killed, the term %d is given back (--exit-on-loss)", led.Term.Election, led.Term.Token))
 	}
 	if r.exitOnLoss && !led.Held() {
 		return end(exitf(exitLost, "%w (--exit-on-loss)", context.Cause(led.Context())))

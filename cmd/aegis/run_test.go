@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -15,6 +16,8 @@ import (
 	"time"
 
 	"aegis"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestRunChildKnowsItsTerm(t *testing.T) {
@@ -185,6 +188,153 @@ func TestRunHandsOverWhenAskedTo(t *testing.T) {
 	q.expect(t, "ready")
 }
 
+// An operator's request hurries nobody: the lease is renewed until the key is released, so --stop-grace holds in full,
+// three times as long here as the trust that was there when the term ended.
+func TestRunGivesTheChildItsStopGraceWhenAskedToResign(t *testing.T) {
+	t.Parallel()
+	const name = "asked"
+	p := start(t, "run", name, "--ttl", "2s", "--stop-grace", "1h", "--", "sh", "-c", `trap "sleep 5; echo flushed; exit" TERM; echo ready; while :; do sleep 0.01; done`)
+	p.expect(t, "ready")
+	won := await(t, name)
+	aegisCmd(t, "evict", name, "--wait", "1ms").wants(t, 5, "", "")
+	p.expect(t, "flushed")
+	flushed := monotonic()
+	if w := <-won; w.at < flushed-int64(time.Second) {
+		t.Errorf("a rival led %v before the child had ended", time.Duration(flushed-w.at))
+	}
+}
+
+// idle starts a run that waits behind a rival, and stops its watchdog, which waits for the first term.
+func idle(t *testing.T, name string, command ...string) (p *process, watchdog int, resign func()) {
+	t.Helper()
+	led, err := join(t, aegis.Config{}).Election(name).Campaign(bounded(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	p = start(t, append([]string{"run", name, "--ttl", "2s", "--"}, command...)...)
+	eventually(t, "run waits", func() bool { return strings.Contains(p.stderr(), "waiting to lead") && len(candidates(t, name)) == 1 })
+	watchdog = watchdogOf(t, p)
+	if err := syscall.Kill(watchdog, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	return p, watchdog, func() {
+		if err := led.Resign(bounded(t)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestRunReplacesAnIdleWatchdogThatStandsStill(t *testing.T) {
+	t.Parallel()
+	for claim, command := range map[string][]string{
+		"ShortOrder": {"sh", "-c", "echo started"},
+		"LongOrder":  append([]string{"sh", "-c", "echo started", "sh"}, longArgs()...), // it does not fit into the pipe
+	} {
+		t.Run(claim, func(t *testing.T) {
+			t.Parallel()
+			p, watchdog, resign := idle(t, "idle "+claim, command...)
+			resign()
+			p.expect(t, "started")
+			if code := p.code(t); code != 0 {
+				t.Errorf("exit code %d, want the child's 0: %s", code, p.stderr())
+			}
+			if more := p.rest(t); more != "" {
+				t.Errorf("a second child: %s", more)
+			}
+			if err := syscall.Kill(watchdog, 0); err != syscall.ESRCH {
+				t.Errorf("the old watchdog is still there: %v", err)
+			}
+		})
+	}
+}
+
+// The order does not fit into the pipe, and the watchdog takes its time to read it.
+func TestRunWaitsForAWatchdogToTakeALongOrder(t *testing.T) {
+	t.Parallel()
+	p, watchdog, resign := idle(t, "long order", append([]string{"sh", "-c", `echo "started with $#"`, "sh"}, longArgs()...)...)
+	resign()
+	eventually(t, "the order is being written", func() bool { return unread(t, p) })
+	<-time.After(200 * time.Millisecond)
+	if err := syscall.Kill(watchdog, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	p.expect(t, fmt.Sprint("started with ", len(longArgs())))
+	if code := p.code(t); code != 0 || strings.Contains(p.stderr(), "without it") {
+		t.Errorf("exit code %d, want 0 and the first watchdog: %s", code, p.stderr())
+	}
+}
+
+// longArgs are arguments of 1.5 MB; the kernel takes 2 MB, the environment included.
+func longArgs() []string { return slices.Repeat([]string{strings.Repeat("x", 100_000)}, 15) }
+
+// unread reports whether an order lies in the pipe to the watchdog.
+func unread(t *testing.T, p *process) bool {
+	t.Helper()
+	fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", watchdogOf(t, p)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, fd := range fds {
+		if filepath.Base(fd) != "3" {
+			continue
+		}
+		f, err := os.OpenFile(fd, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		n, err := unix.IoctlGetInt(int(f.Fd()), unix.TIOCINQ)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n > 0
+	}
+	return false
+}
+
+func TestRunEndsThoughItsIdleWatchdogStandsStill(t *testing.T) {
+	t.Parallel()
+	const name = "idle end"
+	p, _, _ := idle(t, name, "sh", "-c", "echo started")
+	p.signal(t, syscall.SIGTERM)
+	if code := p.code(t); code != 0 {
+		t.Errorf("exit code %d, want 0: %s", code, p.stderr())
+	}
+	if out := p.rest(t); out != "" {
+		t.Errorf("the child ran: %s", out)
+	}
+	if c := candidates(t, name); len(c) != 0 {
+		t.Errorf("left behind: %v", c)
+	}
+}
+
+// While nothing happens the watchdog reads its orders, ten a second, and nothing else: /proc holds a file for each of
+// the machine's processes.
+func TestWatchdogIsQuietWhileNothingDies(t *testing.T) {
+	t.Parallel()
+	p := start(t, "run", "quiet", "--ttl", "2s", "--", "sh", "-c", "echo ready; exec sleep 1000")
+	p.expect(t, "ready")
+	eventually(t, "the child is known", func() bool { return strings.Contains(p.stderr(), "child started") })
+	file := fmt.Sprintf("/proc/%d/io", watchdogOf(t, p))
+	reads := func() (n int) {
+		io, err := os.ReadFile(file)
+		if err != nil {
+			t.Skipf("UNTESTED: how much the watchdog reads: %v", err)
+		}
+		if _, after, ok := strings.Cut(string(io), "syscr: "); ok {
+			n = atoi(t, strings.Fields(after)[0])
+		}
+		return n
+	}
+	before, began := reads(), time.Now()
+	<-time.After(2 * time.Second)
+	n, took := reads()-before, time.Since(began)
+	t.Logf("%d reads in %v", n, took)
+	if n == 0 || n > 3*int(took/tellEvery) {
+		t.Errorf("%d reads in %v, want about one in %v", n, took, tellEvery)
+	}
+}
+
 // win is the instant at which a rival knew that it leads.
 type win struct {
 	at   int64
@@ -226,6 +376,7 @@ func TestRunGroupIsDeadBeforeARivalLeads(t *testing.T) {
 		}
 	}
 	cut := func(_ *testing.T, _ *process, g *gate) { g.freeze() }
+	ask := func(t *testing.T, p *process, _ *gate) { aegisCmd(t, "evict", p.cmd.Args[2], "--wait", "1ms") }
 	stopping := func(t *testing.T, p *process, _ *gate) {
 		eventually(t, "the child is told to stop", func() bool { return strings.Contains(p.stderr(), "stopping the child") })
 	}
@@ -239,6 +390,10 @@ func TestRunGroupIsDeadBeforeARivalLeads(t *testing.T) {
 		{"RunIsStopped", []func(*testing.T, *process, *gate){signalTo(syscall.SIGSTOP)}, 4},
 		{"RunIsCutThenStopped", []func(*testing.T, *process, *gate){cut, signalTo(syscall.SIGSTOP)}, 4},
 		{"RunIsStoppedWhileItGivesTheChildLongToStop", []func(*testing.T, *process, *gate){signalTo(syscall.SIGTERM), stopping, signalTo(syscall.SIGSTOP)}, 137},
+		{"RunIsAskedToResignThenCutFromEtcd", []func(*testing.T, *process, *gate){ask, stopping, cut}, 4},
+		{"RunIsAskedToResignThenItsWatchdogIsStoppedAndRunCutFromEtcd", []func(*testing.T, *process, *gate){ask, stopping, signalWatchdog(syscall.SIGSTOP), cut}, 4},
+		{"WatchdogIsStopped", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGSTOP)}, 4},
+		{"WatchdogIsStoppedThenRunIsKilled", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGSTOP), signalTo(syscall.SIGKILL)}, 137},
 		{"WatchdogIsKilled", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGKILL)}, 1},
 		{"WatchdogIsStoppedAndRunCutFromEtcd", []func(*testing.T, *process, *gate){signalWatchdog(syscall.SIGSTOP), cut}, 4},
 	} {

@@ -36,8 +36,13 @@ import (
 //     trust's end and the grace have passed. The grace is less than the margin, so that is before the lease's end.
 //   - A stop is final: no order makes it start or keep a child after that.
 //
-// Should the watchdog itself die or hang, `aegis run` kills it, adopts its descendants likewise, and kills them. When
-// both are killed at one time, the child gets its parent-death signal; its own children are then left to init.
+// It answers every order. Should it die or stand still, `aegis run` kills it, adopts its descendants likewise, and kills
+// them. It answers "start" before it starts anything, so one that did not answer has no child, and another can be told.
+// When both are killed at one time, the child gets its parent-death signal; its own children are then left to init. When
+// the watchdog is stopped, and then `aegis run` killed, its own parent-death signal is SIGCONT: it goes on and sees that.
+//
+// Not covered: both are stopped at one time, or within the patience of `aegis run`, and neither killed. Then the child
+// outlives the lease until one of them goes on. So it does, for a moment, when all three were frozen and go on.
 const watchdogName = "aegis-watchdog" // as argv[0]
 
 // order is what run tells the watchdog.
@@ -52,11 +57,13 @@ type order struct {
 
 // report is what the watchdog tells run.
 type report struct {
-	Op     string // "started", "failed" (to start), "late" (trust was over before the start) or "ended" (nothing is left)
-	Pid    int    `json:",omitempty"`
-	Errno  int    `json:",omitempty"` // of failed
-	Status int    `json:",omitempty"` // of ended: the child's wait status
-	Own    bool   `json:",omitempty"` // of ended: the child died by itself, before anybody wanted it to
+	// "heard" (an order, before it is obeyed), "started", "failed" (to start), "late" (trust was over before the start) or
+	// "ended" (nothing is left)
+	Op     string
+	Pid    int  `json:",omitempty"`
+	Errno  int  `json:",omitempty"` // of failed
+	Status int  `json:",omitempty"` // of ended: the child's wait status
+	Own    bool `json:",omitempty"` // of ended: the child died by itself, before anybody wanted it to
 }
 
 // warden is the watchdog's state. Only its loop touches it.
@@ -112,7 +119,9 @@ func watchdog() int {
 		}
 		select {
 		case o, ok := <-orders:
-			if !ok {
+			if ok {
+				_ = w.reports.Encode(report{Op: "heard"}) // does not block: run gives up long before the pipe is full
+			} else {
 				w.parent, orders = false, nil
 			}
 			w.obey(o)
