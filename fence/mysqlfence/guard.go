@@ -140,7 +140,7 @@ func (g *Guard) do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) err
 		if s.undone(ctx, nil); ctx.Err() != nil { // err is but a consequence, in the words of the driver
 			return fmt.Errorf("mysqlfence: the transaction was undone: %w: %w", context.Cause(ctx), err)
 		}
-		if unsent(err) {
+		if unsent(err) || errors.Is(err, mysql.ErrInvalidConn) {
 			return fmt.Errorf("mysqlfence: %w: %w", ErrEnded, err)
 		}
 		return err
@@ -171,7 +171,7 @@ func (g *Guard) exec(ctx context.Context, t fence.Term, query string, args []any
 		return nil, s.undone(ctx, err) // nor here
 	case n == errLockWaitTimeout && ctx.Err() == nil && s.rollback():
 		return nil, driver.ErrSkip // maybe it was the fence's lock: Do waits on
-	case n == errManyRows:
+	case n == errOutOfRange:
 		if rec, lost := s.lock(ctx, g.lockQuery(t.Election)); lost == nil {
 			if refusal := rec.Admit(t); refusal != nil {
 				return nil, s.undone(ctx, refusal)
@@ -185,8 +185,9 @@ func (g *Guard) exec(ctx context.Context, t fence.Term, query string, args []any
 	return nil, err
 }
 
-// compareQuery fails with errManyRows unless the record, locked as by lockQuery, admits t: the rule is that of
-// fence.Record.Admit. SET returns no rows that somebody would have to read.
+// compareQuery fails with errOutOfRange unless the record, locked as by lockQuery, admits t: the rule is that of
+// fence.Record.Admit. A sum that overflows is an error in every sql_mode and the cheapest one measured; SET returns no
+// rows that somebody would have to read.
 func (g *Guard) compareQuery(t fence.Term) string {
 	equal := "token = " + strconv.FormatInt(t.Token, 10)
 	if t.Nonce != 0 {
@@ -195,8 +196,8 @@ func (g *Guard) compareQuery(t fence.Term) string {
 	if t.Cluster != 0 {
 		equal += " AND cluster IN (0, " + strconv.FormatUint(t.Cluster, 10) + ")"
 	}
-	return "SET @aegis_admitted = IF((SELECT " + equal + " FROM " + g.tables + "aegis_fence WHERE name = " + literal(t.Election) +
-		" LOCK IN SHARE MODE) <=> 1, 1, (SELECT 1 UNION ALL SELECT 1))"
+	return "SET @aegis = 9223372036854775807 + ((SELECT " + equal + " FROM " + g.tables + "aegis_fence WHERE name = " + literal(t.Election) +
+		" LOCK IN SHARE MODE) IS NOT TRUE)"
 }
 
 // result is the one of the user's last statement, among those of the packet.

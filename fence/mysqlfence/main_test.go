@@ -11,6 +11,8 @@ import (
 	"aegis/fence"
 	"aegis/fence/mysqlfence"
 	"aegis/internal/servers"
+
+	"github.com/go-sql-driver/mysql"
 )
 
 var server *servers.MariaDB
@@ -18,6 +20,7 @@ var server *servers.MariaDB
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
+	_ = mysql.SetLogger(&mysql.NopLogger{}) // says on stderr that connections are lost, which tests do
 	var err error
 	server, err = servers.StartMariaDB()
 	if err != nil {

@@ -20,7 +20,7 @@ const (
 	errLockWaitTimeout = 1205
 	errDeadlock        = 1213
 	errRecordChanged   = 1020 // MariaDB's innodb_snapshot_isolation: an update would be lost
-	errManyRows        = 1242 // how a guarded statement's comparison fails
+	errOutOfRange      = 1690 // how a guarded statement's comparison fails
 	errDuplicate       = 1062
 	errXAUnknown       = 1397
 	errXAState         = 1399 // the statement would end the transaction, or it was rolled back already
