@@ -103,7 +103,7 @@ func (g *Guard) do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) err
 		function = "report"
 	}
 	args := fmt.Sprintf("(%s, %d, %d, %d)", literal(t.Election), t.Token, int64(t.Nonce), int64(t.Cluster))
-	results, err := conn.Conn().PgConn().Exec(ctx, begin+" read write; select aegis."+function+args).ReadAll()
+	results, err := conn.Conn().PgConn().Exec(ctx, begin+"; select aegis."+function+args).ReadAll()
 	if err != nil {
 		rollback(ctx, conn)
 		return explain(ctx, "admit", err)
@@ -183,7 +183,7 @@ func (g *Guard) exec(ctx context.Context, t fence.Term, sql string, args []any) 
 	batch := &pgx.Batch{}
 	explicit := g.cfg.Isolation != ""
 	if explicit {
-		batch.Queue("begin isolation level " + string(g.cfg.Isolation) + " read write")
+		batch.Queue("begin isolation level " + string(g.cfg.Isolation) + "")
 	}
 	check := admitSQL
 	if g.cfg.Report != nil {

@@ -134,7 +134,7 @@ func (g *Guard) advance(ctx context.Context, wait time.Duration, terms []fence.T
 		wait = max(time.Millisecond, min(wait, time.Until(deadline)*3/4))
 	}
 	var script strings.Builder
-	fmt.Fprintf(&script, "begin isolation level read committed read write; set local lock_timeout = %d", max(1, wait.Milliseconds()))
+	fmt.Fprintf(&script, "begin isolation level read committed; set local lock_timeout = %d", max(1, wait.Milliseconds()))
 	for _, t := range terms {
 		fmt.Fprintf(&script, "; select aegis.advance(%s, %d, %d, %d, %s)", literal(t.Election), t.Token, int64(t.Nonce), int64(t.Cluster), literal(string(t.Node)))
 	}

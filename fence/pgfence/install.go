@@ -63,7 +63,7 @@ func (g *Guard) script(ctx context.Context, op, sql string) error {
 	}
 	defer conn.Release()
 	// client_min_messages: nobody wants to read that a table exists already.
-	if err := simple(ctx, conn, "begin isolation level read committed read write; set local client_min_messages = warning; "+sql); err != nil {
+	if err := simple(ctx, conn, "begin isolation level read committed; set local client_min_messages = warning; "+sql); err != nil {
 		rollback(ctx, conn)
 		return explain(ctx, op, err)
 	}

@@ -80,18 +80,17 @@ END $aegis$;
 -- Raises the reason why a term is refused; newest is null where there is no record.
 CREATE OR REPLACE FUNCTION aegis.refuse(name text, token bigint, cluster bigint, newest bigint, known_cluster bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $aegis$
-DECLARE detail text := json_build_object('name', name, 'token', token, 'newest', coalesce(newest, 0),
-                                         'cluster', to_hex(cluster), 'known_cluster', to_hex(known_cluster));
+DECLARE detail text := json_build_object('name', name, 'token', token, 'newest', coalesce(newest, 0));
 BEGIN
   IF known_cluster <> 0 AND cluster <> 0 AND known_cluster <> cluster THEN
     RAISE EXCEPTION 'token of a foreign cluster: "%" belongs to etcd cluster % at this guard, the token comes from cluster %',
         name, to_hex(known_cluster), to_hex(cluster)
-      USING ERRCODE = 'ZF003', DETAIL = detail,
+      USING ERRCODE = 'ZF003', DETAIL = (detail::jsonb || jsonb_build_object('cluster', to_hex(cluster), 'known_cluster', to_hex(known_cluster)))::text,
             HINT = 'check the endpoints, or reset the name with `aegis fence reset` if the move is meant';
   ELSIF token = newest THEN
     RAISE EXCEPTION 'token went back: "%" was given token %, but the guard has already taken % from another term', name, token, newest
       USING ERRCODE = 'ZF002', DETAIL = detail,
-            HINT = 'etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above-all`';
+            HINT = format('etcd seems restored from a snapshot: stop the writers and run `aegis token raise --above %s`', newest);
   ELSIF newest IS NULL THEN
     RAISE EXCEPTION 'fenced: "%" token % refused: the guard has taken no token yet', name, token
       USING ERRCODE = 'ZF001', DETAIL = detail,
@@ -218,7 +217,8 @@ LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $aegis$
          coalesce(a.state, 'prepared'), coalesce(a.xact_start, p.prepared), a.query
   FROM pg_locks l
   LEFT JOIN pg_stat_activity a ON a.pid = l.pid
-  LEFT JOIN pg_prepared_xacts p ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text
+  LEFT JOIN pg_locks x ON l.pid IS NULL AND x.pid IS NULL AND x.locktype = 'transactionid' AND x.virtualtransaction = l.virtualtransaction
+  LEFT JOIN pg_prepared_xacts p ON p.transaction = x.transactionid
   WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
     AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
     AND ((l.classid::bigint << 32) | l.objid::bigint) = aegis.lock_of($1)

@@ -42,6 +42,7 @@ type Postgres struct {
 
 	url      *url.URL // of the superuser, at the database postgres
 	program  string
+	cfg      PostgresConfig
 	settings []string
 	daemon   *daemon
 	bases    atomic.Int64
@@ -67,6 +68,11 @@ func StartPostgres(cfg PostgresConfig) (*Postgres, error) {
 		err = command("postgres", initdb, "--pgdata="+p.data(), "--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-locale", "--no-sync")
 	}
 	if err == nil {
+		// For tests of wrong passwords: roles of this name need theirs.
+		hba := "host all with_password all scram-sha-256\nlocal all all trust\nhost all all 127.0.0.1/32 trust\nhost replication all 127.0.0.1/32 trust\n"
+		err = os.WriteFile(filepath.Join(p.data(), "pg_hba.conf"), []byte(hba), 0o644) // keeps the file's owner
+	}
+	if err == nil {
 		err = p.Start()
 	}
 	if err != nil {
@@ -81,7 +87,7 @@ func newPostgres(cfg PostgresConfig) (*Postgres, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Postgres{program: program}
+	p := &Postgres{program: program, cfg: cfg}
 	if p.Port, err = freePort(); err != nil {
 		return nil, err
 	}
@@ -187,7 +193,7 @@ func (p *Postgres) Drop(ctx context.Context, name string) error {
 
 // Standby starts a read replica that streams from p. The caller closes it.
 func (p *Postgres) Standby() (*Postgres, error) {
-	s, err := newPostgres(PostgresConfig{})
+	s, err := newPostgres(p.cfg)
 	if err != nil {
 		return nil, err
 	}
