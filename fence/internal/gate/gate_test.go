@@ -239,6 +239,10 @@ func TestGate(t *testing.T) {
 			if h.Context().Err() == nil || h.Fenced() != nil {
 				t.Errorf("after End: %v, %v", h.Context().Err(), h.Fenced())
 			}
+			if h.Resume() == nil {
+				t.Error("a goroutine that the handler left behind holds the name")
+			}
+			advance(t, g, boss(8))
 		},
 		"ConfigIsChecked": func(t *testing.T) {
 			for want, cfg := range map[string]Config{"MaxNames is -1": {MaxNames: -1}, "Drain is -1s": {Drain: -time.Second}} {
@@ -332,7 +336,9 @@ type memory struct {
 	mu      sync.Mutex
 	records map[string]fence.Record
 	fails   error
+	refuses error  // what Advance alone returns
 	newest  func() // before an answer of Newest, whose value was read already
+	taken   func() // before Advance returns
 }
 
 func newMemory() *memory { return &memory{records: map[string]fence.Record{}} }
@@ -340,8 +346,8 @@ func newMemory() *memory { return &memory{records: map[string]fence.Record{}} }
 func (m *memory) Advance(ctx context.Context, terms ...fence.Term) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.fails != nil {
-		return m.fails
+	if err := errors.Join(m.fails, m.refuses); err != nil {
+		return err
 	}
 	for _, t := range terms {
 		rec, err := m.records[t.Election].Advance(t)
@@ -349,6 +355,9 @@ func (m *memory) Advance(ctx context.Context, terms ...fence.Term) error {
 			return err
 		}
 		m.records[t.Election] = rec
+	}
+	if m.taken != nil {
+		m.taken()
 	}
 	return nil
 }
@@ -394,7 +403,13 @@ func TestDurableGuardBehind(t *testing.T) {
 			t.Fatal(err)
 		}
 		g := newGate(t, Config{Durable: m, MaxNames: 1})
-		m.newest = func() { advance(t, g, boss(8)) } // between reading 7 and answering it
+		m.newest = func() { // between reading 7 and answering it
+			advance(t, g, boss(8))
+			var full *FullError
+			if err := g.Advance(t.Context(), of("guild", 9)); !errors.As(err, &full) {
+				t.Errorf("what was taken meanwhile was dropped: %v", err)
+			}
+		}
 		refused(t, attempt(t, g, boss(7)), 7, 8)
 		enter(t, g, boss(8)).End()
 	})
@@ -412,6 +427,24 @@ func TestDurableGuardBehind(t *testing.T) {
 		if g.Names() != 1 {
 			t.Errorf("%d names are kept", g.Names())
 		}
+	})
+	t.Run("WhatItDoesNotTakeIsNotTaken", func(t *testing.T) {
+		m := newMemory()
+		g := newGate(t, Config{Durable: m})
+		advance(t, g, boss(7))
+		m.refuses = errors.New("read only")
+		if err := g.Advance(t.Context(), boss(8)); !errors.Is(err, m.refuses) {
+			t.Errorf("got %v", err)
+		}
+		enter(t, g, boss(7)).End()
+		refused(t, attempt(t, g, boss(8)), 8, 7)
+	})
+	t.Run("AdvanceThatWasOvertakenIsTold", func(t *testing.T) {
+		m := newMemory()
+		g := newGate(t, Config{Durable: m})
+		m.taken = func() { m.records["boss"] = fence.Record{Token: 9} } // by another process
+		refused(t, g.Advance(t.Context(), boss(8)), 8, 9)
+		refused(t, attempt(t, g, boss(8)), 8, 9)
 	})
 	t.Run("ItsPanicLeavesTheGateUsable", func(t *testing.T) {
 		m := newMemory()

@@ -138,12 +138,18 @@ func (h *Hold) Pause() {
 	h.leave(1)
 }
 
-// Resume takes the name again, or returns the refusal if a newer term has it.
+var errEnded = errors.New("the handler has returned")
+
+// Resume takes the name again, or returns the refusal if a newer term has it, or an error after End.
 func (h *Hold) Resume() error {
 	if h.e == nil {
 		return nil
 	}
 	h.g.mu.Lock()
+	if _, begun := h.e.holds[h]; !begun { // a goroutine that the handler left behind: nobody would end it
+		h.g.mu.Unlock()
+		return errEnded
+	}
 	err := h.e.rec.Admit(h.term) // nil: it is of this reign, and nothing older runs, since it was admitted to it
 	if err == nil || h.g.Reports() {
 		h.running++
@@ -159,10 +165,8 @@ func (h *Hold) Resume() error {
 func (h *Hold) End() {
 	if h.e != nil {
 		h.g.mu.Lock()
-		if _, begun := h.e.holds[h]; begun {
-			h.leave(h.running)
-			delete(h.e.holds, h)
-		}
+		h.leave(h.running)
+		delete(h.e.holds, h)
 		h.g.mu.Unlock()
 	}
 	h.cancel(nil)
