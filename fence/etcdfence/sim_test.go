@@ -335,7 +335,7 @@ func (w *world) randomSettlements(rng *rand.Rand) {
 	faults := []etcdsim.Verdict{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {DropReply: true}, {DropRequest: true}, {Twice: true}, {FailAfter: canceled}, {FailAfter: gone}, {FailBefore: gone},
 		{DelayRequest: ttl / 2}, {DelayRequest: 3 * ttl}, {DelayReply: ttl}}
 	var outcomes [4]int
-	for i := range 250 {
+	for i := range 120 {
 		key := fmt.Sprintf("kill-%d", i)
 		var known *string
 		id := "a"

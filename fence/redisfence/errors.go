@@ -88,6 +88,7 @@ var hints = []struct{ code, hint string }{
 	{"CLUSTERDOWN", "the Cluster does not serve this slot at the moment"},
 	{"NOREPLICAS", "too few replicas follow (min-replicas-to-write)"},
 	{"BUSY", "another script has been running for long; see SCRIPT KILL"},
+	{"MOVED", "this server is a node of a Cluster: use redis.NewClusterClient"},
 	{"CROSSSLOT", "the keys lie in several slots of a Cluster: give them one tag"},
 	{"WRONGTYPE", "a key holds another type than the command expects; if it is the guard's own key, somebody else has written it"},
 }

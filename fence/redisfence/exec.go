@@ -10,7 +10,8 @@ import (
 )
 
 // Exec executes one command, such as "SET", key, value, if t's token is the newest that the guard has taken, in one
-// round trip. It returns the reply as RESP2 has it: string, int64, []any, nil.
+// round trip. It returns the reply as RESP2 has it: string, int64, []any, nil. It has passed through Lua, so an integer
+// beyond 2^53 comes back rounded; what is stored is exact.
 //
 // The command, its number of arguments and its keys are checked before anything is sent; the first call asks the server
 // for its table of commands. Commands that Redis does not allow in scripts are refused, and so are those that touch

@@ -258,11 +258,19 @@ func (g *Guard) records(ctx context.Context, names []string) ([]fence.Record, er
 
 // Names returns the names for which the guard has taken a token, sorted by their bytes. It goes through all keys of the
 // server (SCAN), on a Cluster of all its primaries: for operators, not for every tick.
-func (g *Guard) Names(ctx context.Context) ([]string, error) {
-	prefix := g.cfg.Prefix + "fence:{"
-	var names []string
-	scan := func(ctx context.Context, c *redis.Client) ([]string, error) {
-		var found []string
+func (g *Guard) Names(ctx context.Context) ([]string, error) { return g.scan(ctx, "fence") }
+
+// Reset is the way down that operators have: the name is as if it had never been advanced, and whatever token comes
+// first is taken, a stale one too. Stop all writers of the name before. It reports whether there was a record.
+func (g *Guard) Reset(ctx context.Context, name string) (found bool, err error) {
+	v, err := g.run(ctx, "reset", name, g.client, resetScript, []string{g.fenceKey(name)}, nil)
+	return v == int64(1), err
+}
+
+// scan returns the elections for which there are own keys of the kind, sorted.
+func (g *Guard) scan(ctx context.Context, kind string) ([]string, error) {
+	prefix := g.cfg.Prefix + kind + ":{"
+	scan := func(ctx context.Context, c *redis.Client) (found []string, err error) {
 		it := c.Scan(ctx, 0, glob(prefix)+"*", 1000).Iterator()
 		for it.Next(ctx) {
 			if _, name, ok := strings.Cut(strings.TrimPrefix(it.Val(), prefix), "}:"); ok {
@@ -271,21 +279,22 @@ func (g *Guard) Names(ctx context.Context) ([]string, error) {
 		}
 		return found, it.Err()
 	}
+	var names []string
 	var err error
 	if g.cluster == nil {
 		names, err = scan(ctx, g.client.(*redis.Client))
 	} else {
-		found := make(chan []string, 1)
-		found <- nil
+		all := make(chan []string, 1)
+		all <- nil
 		err = g.cluster.ForEachMaster(ctx, func(ctx context.Context, c *redis.Client) error {
 			some, err := scan(ctx, c)
-			found <- append(<-found, some...)
+			all <- append(<-all, some...)
 			return err
 		})
-		names = <-found
+		names = <-all
 	}
 	if err != nil {
-		return nil, g.explain("list", "*", err, errNoReply)
+		return nil, g.explain("list the names of", kind, err, errNoReply)
 	}
 	slices.Sort(names) // SCAN may name a key twice
 	return slices.Compact(names), nil

@@ -72,6 +72,7 @@ func TestKeys(t *testing.T) {
 			{"OK", []any{"set", k("s"), "1"}}, {int64(2), []any{"INCR", k("s")}}, {"2", []any{"GET", k("s")}}, {nil, []any{"GET", k("none")}},
 			{int64(2), []any{"HSET", k("h"), "a", 1, "b", []byte("two")}}, {[]any{"1", nil, "two"}, []any{"HMGET", k("h"), "a", "x", "b"}},
 			{[]any{}, []any{"LRANGE", k("l"), 0, -1}}, {"OK", []any{"XGROUP", "CREATE", k("x"), "g", "0", "MKSTREAM"}}, {int64(0), []any{"PUBLISH", "news", "x"}},
+			{int64(1), []any{"DEL", k("s")}}, {int64(0), append([]any{"DEL"}, slices.Repeat([]any{k("none")}, 6999)...)},
 			{int64(0), []any{"ZUNIONSTORE", k("z"), 1, k("none")}}, {"9007199254740993", []any{"EVALME"}},
 		} {
 			if step.args[0] == "EVALME" { // a value that is no double stays what it is
@@ -302,13 +303,13 @@ func TestForgetRemovesOldKeysAndNoFence(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n, err := g.Forget(ctx, "boss", now.Add(-time.Hour)); n != 0 || err != nil {
+	if n, err := g.Forget(ctx, now.Add(-time.Hour)); n != 0 || err != nil {
 		t.Errorf("%d, %v", n, err)
 	}
 	if settle("kill0") {
 		t.Error("forgotten too early")
 	}
-	if n, err := g.Forget(ctx, "boss", now); n != many || err != nil {
+	if n, err := g.Forget(ctx, now); n != many || err != nil {
 		t.Errorf("%d, %v; want %d", n, err, many)
 	}
 	if !settle("kill0") {
@@ -323,6 +324,18 @@ func TestForgetRemovesOldKeysAndNoFence(t *testing.T) {
 	if r, err := g.Newest(ctx, "boss"); err != nil || r != (fence.Record{Token: 8, Nonce: term(8).Nonce, Cluster: term(8).Cluster}) {
 		t.Errorf("%+v, %v", r, err)
 	}
+}
+
+func TestResetIsTheWayDown(t *testing.T) {
+	g, _ := open(t)
+	advance(t, g, 8)
+	for _, want := range []bool{true, false} {
+		if found, err := g.Reset(bounded(t), "boss"); found != want || err != nil {
+			t.Errorf("%v, %v", found, err)
+		}
+	}
+	advance(t, g, 7)
+	mustExec(t, g, 7, "SET", g.Key("boss", "k"), "x")
 }
 
 func TestReportModeAdmitsAndTells(t *testing.T) {

@@ -63,24 +63,28 @@ func known(t fence.Term, v any) ([]byte, bool, error) {
 	return nil, false, fmt.Errorf("redisfence: once %q: its record reads %q; a newer version wrote it, so use a newer aegis; or somebody else did", t.Election, s)
 }
 
-// Forget removes what Once has recorded for the election before the given time, by the server's clock, and returns how
+// Forget removes what Once has recorded before the given time, by the server's clock, for all elections, and returns how
 // many keys that were. A Once that is repeated after its key was forgotten is a new one, so keep them for longer than
-// anybody may retry. Forget needs no term, as it removes nothing that fences: the fence itself, some 100 bytes for each
-// name, is never forgotten, since whoever could remove it could let an old term in.
+// anybody may retry. It needs no term, as it removes nothing that fences: a fence, some 100 bytes for each name, is never
+// forgotten, since its lack would let an old leader advance again.
 //
-// It works in steps of 1,000 keys. After an error it has removed as many as it says.
-func (g *Guard) Forget(ctx context.Context, election string, before time.Time) (int, error) {
-	keys := []string{g.ownKey("once", election), g.ownKey("when", election)}
-	seconds := strconv.FormatFloat(float64(before.UnixMicro())/1e6, 'f', 6, 64)
-	for total := 0; ; {
-		v, err := g.run(ctx, "forget keys of", election, g.client, forgetScript, keys, []any{seconds})
-		if err != nil {
-			return total, err
-		}
-		n, _ := v.(int64)
-		total += int(n)
-		if n < 1000 {
-			return total, nil
+// It goes through all keys of the server, as [Guard.Names] does, and removes 1,000 at a time. After an error it has
+// removed as many as it says.
+func (g *Guard) Forget(ctx context.Context, before time.Time) (removed int64, err error) {
+	elections, err := g.scan(ctx, "when")
+	if err != nil {
+		return 0, err
+	}
+	seconds := strconv.FormatInt(before.Unix(), 10) + fmt.Sprintf(".%06d", before.Nanosecond()/1000)
+	for _, election := range elections {
+		keys := []string{g.ownKey("once", election), g.ownKey("when", election)}
+		for n := int64(1000); n == 1000; removed += n {
+			v, err := g.run(ctx, "forget keys of", election, g.client, forgetScript, keys, []any{seconds})
+			if err != nil {
+				return removed, err
+			}
+			n, _ = v.(int64)
 		}
 	}
+	return removed, nil
 }

@@ -66,6 +66,8 @@ for i, key in ipairs(KEYS) do
 end
 return 1`)
 
+	resetScript = newScript("return redis.call('DEL', KEYS[1])")
+
 	// ARGV: the record, the command.
 	execScript = newScript(admit + `
 return redis.pcall(unpack(ARGV, 2))`)
