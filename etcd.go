@@ -86,3 +86,13 @@ func (t *transaction) Commit() (*clientv3.TxnResponse, error) {
 		return t.c.Client.Txn(ctx).If(t.cmps...).Then(t.then...).Else(t.instead...).Commit()
 	})
 }
+
+// sleep waits for d or until ctx ends.
+func sleep(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}

@@ -8,14 +8,12 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"aegis/internal/clock"
 
-	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
@@ -125,13 +123,6 @@ type Node struct {
 	lastRenewal time.Time
 }
 
-// haltedAt remembers what the node had seen when it found that etcd went back.
-type haltedAt struct {
-	token  int64 // the greatest that can have been given out
-	offset int64
-	err    error
-}
-
 // Join makes this process a node: it grants a lease, writes the node key, lists and watches the keys under the
 // prefix. ctx bounds the call only, which also gives up by itself after max(TTL, 5 s), save where it waits for an
 // earlier process of the same ID whose lease is running out, saying so in the log.
@@ -147,30 +138,33 @@ func Join(ctx context.Context, cli *clientv3.Client, cfg Config) (*Node, error) 
 	host, _ := os.Hostname()
 	n := &Node{cli: etcd{cli}, cfg: cfg, keys: newKeyspace(cfg.Prefix), clk: clock.From(cli.Ctx()), host: host, started: time.Now(),
 		events: newEvents(cfg.Logger, cfg.OnEvent),
-		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), idle: make(chan struct{}), leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
+		ready:  make(chan struct{}), leaveTurn: make(chan struct{}, 1), idle: make(chan struct{}),
+		leases: map[clientv3.LeaseID]*lease{}, slots: map[string]*slot{}, sweeping: map[string]bool{}}
 	n.ctx, n.cancel = context.WithCancel(cli.Ctx())
 	n.leaving, n.leave = context.WithCancelCause(context.Background())
 	n.view = newView(n.cli, n.keys, cfg.TTL/3, cfg.Logger, n.reconcile)
 	n.view.past, n.view.wentBack = &n.past, n.halt
 
+	if err := n.join(ctx); err != nil {
+		_ = n.Leave(ctx) // what it cannot delete runs out with the lease
+		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+	}
+	return n, nil
+}
+
+func (n *Node) join(ctx context.Context) error {
 	l, err := n.openLease(ctx, n.grantTimeout())
 	if err != nil {
-		n.cancel()
-		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+		return err
 	}
 	if err := n.install(l); err != nil {
 		n.abandon(ctx, l, err)
-		n.cancel()
-		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
+		return err
 	}
 	n.events.emit(Event{Kind: EventJoined})
 	n.wg.Go(func() { n.view.run(n.ctx) })
 	n.wg.Go(func() { n.keep(l) })
-	if err := n.awaitView(ctx); err != nil {
-		_ = n.Leave(ctx)
-		return nil, fmt.Errorf("aegis: join %s as %s: %w", strings.Join(cli.Endpoints(), ","), cfg.ID, err)
-	}
-	return n, nil
+	return n.awaitView(ctx)
 }
 
 // ID returns the node's id.
@@ -419,122 +413,4 @@ func (n *Node) renewOnce(l *lease) {
 	if l.trusted() && n.ctx.Err() == nil {
 		n.checkSameEtcd(l, timeout)
 	}
-}
-
-// checkSameEtcd reads one key linearizably. A revision below the greatest seen, another cluster or a changed node key
-// mean a restored or replaced etcd, in which leases go on renewing and watches at a future revision stay silent.
-func (n *Node) checkSameEtcd(l *lease, timeout time.Duration) {
-	ctx, cancel := context.WithTimeout(n.ctx, timeout)
-	defer cancel()
-	sent := n.past.mark()
-	key := n.keys.node(n.cfg.ID)
-	if n.cfg.Unlisted {
-		key = n.keys.offset()
-	}
-	resp, err := n.cli.Get(ctx, key)
-	if err != nil {
-		n.failed("", fmt.Errorf("read %s: %w", key, err))
-		return
-	}
-	if n.sameEtcd(sent, resp.Header) != nil {
-		return
-	}
-	if !n.cfg.Unlisted && (len(resp.Kvs) == 0 || resp.Kvs[0].ModRevision != l.incarnation) {
-		l.end(fmt.Errorf("its node key %s was changed or deleted", key))
-	}
-}
-
-// sameEtcd checks the header of a linearizable answer. If it comes from another history, the node halts.
-func (n *Node) sameEtcd(sent mark, h *pb.ResponseHeader) error {
-	err := n.past.check(sent, h)
-	if errors.Is(err, ErrTokenWentBack) {
-		n.halt(err)
-	}
-	return err
-}
-
-// halt ends all terms and keeps the node out of elections until the token offset has been raised.
-func (n *Node) halt(err error) {
-	n.mu.Lock()
-	first, l := n.halted == nil, n.lease
-	if first {
-		n.halted = &haltedAt{err: err}
-		n.halted.token, n.halted.offset = n.past.greatest()
-	}
-	n.mu.Unlock()
-	if first {
-		n.events.emit(Event{Kind: EventHalted, Err: fmt.Errorf("%w; nobody campaigns until `aegis token raise`", err)})
-	}
-	if l != nil {
-		l.end(err)
-	}
-}
-
-// awaitRaise returns nil when the node is not halted, or not any more: the offset was raised so far that new tokens
-// are above every one that this node can have seen.
-func (n *Node) awaitRaise() error {
-	n.mu.Lock()
-	h := n.halted
-	n.mu.Unlock()
-	if h == nil {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(n.ctx, n.callTimeout())
-	defer cancel()
-	resp, err := n.cli.Txn(ctx).Then(clientv3.OpGet(n.keys.offset()), clientv3.OpGet(n.keys.cluster())).Commit()
-	if err != nil {
-		return err
-	}
-	offset := offsetEntry{}
-	if kvs := resp.Responses[0].GetResponseRange().Kvs; len(kvs) > 0 {
-		offset = parseOffset(kvs[0])
-	}
-	foreign := n.checkCluster(resp.Responses[1].GetResponseRange().Kvs, strconv.FormatUint(resp.Header.ClusterId, 16))
-	if foreign != nil || offset.value <= h.offset || resp.Header.Revision+offset.value <= h.token {
-		return fmt.Errorf("%w; run `aegis token raise --above %d`", h.err, h.token)
-	}
-	n.past.forget(resp.Header)
-	n.view.forget()
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.halted, n.incarnation = nil, 0
-	for name, s := range n.slots {
-		s.gone = 0 // a revision of the old history
-		n.dropIdle(name)
-	}
-	return nil
-}
-
-// Health tells how a node stands.
-type Health struct {
-	State       string        // "joined", "waiting" (for what Waiting says), "halted" (etcd went back) or "left"
-	LeaseLeft   time.Duration // how long trust lasts without another renewal; 0 when there is none
-	LastRenewal time.Time     // of the lease, by the wall clock
-	Waiting     string        // what for; "" when joined
-	Err         error         // the latest failure since the latest success
-}
-
-// Ready reports whether the node can lead: it is joined and its lease is trusted, leader or not. It fits a readiness
-// probe.
-func (h Health) Ready() bool { return h.State == "joined" }
-
-// Health returns how the node stands. It does not block.
-func (n *Node) Health() Health {
-	n.mu.Lock()
-	l := n.lease
-	h := Health{State: "waiting", LastRenewal: n.lastRenewal, Waiting: n.waiting, Err: n.err}
-	if n.halted != nil {
-		h.State, h.Waiting = "halted", "aegis token raise"
-	}
-	n.mu.Unlock()
-	if l != nil && l.trusted() {
-		h.State, h.LeaseLeft = "joined", l.left()
-	}
-	if _, _, err := n.view.status(); h.Err == nil {
-		h.Err = err
-	}
-	if n.leaving.Err() != nil {
-		h.State, h.Waiting = "left", ""
-	}
-	return h
 }
