@@ -25,8 +25,8 @@ func UnderTerm(t fence.Term) grpc.CallOption { return termOption{term: t} }
 // UnaryClientInterceptor puts the term of the call's option ([UnderTerm]) or context ([WithTerm]) into its metadata and
 // makes refusals errors of package fence: use [errors.As] and [errors.Is]. Calls without a term are made as they are.
 //
-// CANCELED, DEADLINE_EXCEEDED and UNAVAILABLE of a call that was sent under a term may have come after the work was done: such errors are
-// [fence.ErrUnknown], too, unless the server's guard says that its handler did not run.
+// CANCELED, DEADLINE_EXCEEDED and UNAVAILABLE of a call that was sent under a term may have come after the work was
+// done: such errors are [fence.ErrUnknown], too, unless the server's guard says that its handler did not run.
 func UnaryClientInterceptor() grpc.UnaryClientInterceptor {
 	return func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 		ctx, guarded, err := outgoing(ctx, opts)
@@ -47,7 +47,8 @@ func UnaryClientInterceptor() grpc.UnaryClientInterceptor {
 }
 
 // StreamClientInterceptor is UnaryClientInterceptor for streams. A refusal in the middle of a stream concerns the
-// messages that were not answered yet; what became of them when the connection is lost is for the stream's own protocol to find out.
+// messages that were not answered yet; what became of them when the connection is lost is for the stream's own
+// protocol to find out.
 func StreamClientInterceptor() grpc.StreamClientInterceptor {
 	return func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
 		ctx, _, err := outgoing(ctx, opts)

@@ -83,7 +83,21 @@ func (s *kv) start(t testing.TB) {
 	s.server = grpc.NewServer(
 		grpc.UnaryInterceptor(guard.UnaryServerInterceptor()), grpc.StreamInterceptor(guard.StreamServerInterceptor()))
 	guard.Register(s.server)
-	s.server.RegisterService(&grpc.ServiceDesc{
+	s.server.RegisterService(s.desc(), s)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := s.server
+	go server.Serve(l)
+	t.Cleanup(server.Stop)
+	s.addr = l.Addr().String()
+	s.conn = s.dial(t)
+}
+
+// desc is what generated code has.
+func (s *kv) desc() *grpc.ServiceDesc {
+	return &grpc.ServiceDesc{
 		ServiceName: "test.KV", HandlerType: (*any)(nil),
 		Methods: []grpc.MethodDesc{{MethodName: "Put", Handler: func(_ any, ctx context.Context, dec func(any) error, i grpc.UnaryServerInterceptor) (any, error) {
 			in := new(wrapperspb.StringValue)
@@ -119,16 +133,7 @@ func (s *kv) start(t testing.TB) {
 				}
 			}
 		}}},
-	}, s)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
 	}
-	server := s.server
-	go server.Serve(l)
-	t.Cleanup(server.Stop)
-	s.addr = l.Addr().String()
-	s.conn = s.dial(t)
 }
 
 // dial returns a connection of its own.

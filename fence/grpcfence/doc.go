@@ -12,17 +12,17 @@
 //
 // The server installs [Guard.UnaryServerInterceptor] and [Guard.StreamServerInterceptor], and registers the service
 // that advances it ([Guard.Register]). The client installs [UnaryClientInterceptor] and [StreamClientInterceptor],
-// which take the term from the call's option [UnderTerm] or from its context ([WithTerm]), and hands a [Remote] to its election
-// (WithGuards), so that nobody leads whom the service has not taken. The handler finds the term in its context
-// ([TermFromContext]) and passes it to the guard of its own store: what it writes there is fenced there, in the
-// store's own transaction.
+// which take the term from the call's option [UnderTerm] or from its context ([WithTerm]), and hands a [Remote] to
+// its election (WithGuards), so that nobody leads whom the service has not taken. The handler finds the term in its
+// context ([TermFromContext]) and passes it to the guard of its own store: what it writes there is fenced there, in
+// the store's own transaction.
 //
 // # Metadata and errors
 //
-// One value of aegis-term, exactly, in httpfence's form of a query string: election=boss%2F1&token=451&node=…; see there.
-// Refusals are statuses with a google.rpc.ErrorInfo, domain "aegis", whose metadata holds kind, election, token and
-// newest. They need no trailers beyond gRPC's own, and are errors of package fence in the client, with their
-// status beside ([google.golang.org/grpc/status.Code] works on them):
+// One value of aegis-term, exactly, in httpfence's form of a query string: election=boss%2F1&token=451&node=…; see
+// there. Refusals are statuses with a google.rpc.ErrorInfo, domain "aegis", whose metadata holds kind, election,
+// token and newest. They need no trailers beyond gRPC's own, and are errors of package fence in the client, with
+// their status beside ([google.golang.org/grpc/status.Code] works on them):
 //
 //	INVALID_ARGUMENT     the term is missing, doubled or malformed, its token out of range, or the election not this service's
 //	FAILED_PRECONDITION  fenced, token-went-back or foreign-cluster: nothing was done
@@ -42,14 +42,14 @@
 // [Remote.Advance] must have returned before the new leader reads from the service what it is about to change; then no
 // handler of an older term runs any more. A handler of the new term waits for those of older ones, too.
 //
-// Only a token equal to the newest is admitted; a greater one must be advanced first, unless Config.Learn says otherwise.
-// Package httpfence tells why, and what Config.Durable is for: both share these rules, and one gate.
+// Only a token equal to the newest is admitted; a greater one must be advanced first, unless Config.Learn says
+// otherwise. Package httpfence tells why, and what Config.Durable is for: both share these rules, and one gate.
 //
 // # What is not covered
 //
-// Goroutines that a handler leaves behind, and in a stream those that work while another one waits in RecvMsg: have them
-// work inside [Guard.Do]. A handler that ignores its context is waited for, but only for Config.Drain: then
+// Goroutines that a handler leaves behind, and in a stream those that work while another one waits in RecvMsg: have
+// them work inside [Guard.Do]. A handler that ignores its context is waited for, but only for Config.Drain: then
 // Advance fails and names it. Several replicas: each guards its own memory, so advance each of them. Who can reach
-// aegis.fence.v1.Guard can shut out a leader; authenticate its calls like the others. A restart without a durable guard forgets
-// who was newest, and refuses everybody until somebody advances.
+// aegis.fence.v1.Guard can shut out a leader; authenticate its calls like the others. A restart without a durable
+// guard forgets who was newest, and refuses everybody until somebody advances.
 package grpcfence

@@ -26,13 +26,14 @@ type Config struct {
 	// For services whose clients cannot advance; see httpfence for what it gives away.
 	Learn bool
 
-	// Known says which elections the service guards; terms of others are refused with INVALID_ARGUMENT and leave no trace. It is
-	// called for each name that is not in memory and must be safe for concurrent use. Defaults to all. With Learn, set it.
+	// Known says which elections the service guards; terms of others are refused with INVALID_ARGUMENT and leave no
+	// trace. It is called for each name that is not in memory and must be safe for concurrent use. Defaults to all.
+	// With Learn, set it.
 	Known func(election string) bool
 
 	// MaxNames bounds the names kept in memory. Defaults to 10,000. When it is reached, a name that nobody uses is
-	// dropped if Durable remembers it; otherwise further names are refused with RESOURCE_EXHAUSTED, since forgetting one would let
-	// its old tokens in: see [Guard.Forget]. Without Learn, requests create no names, only advances do.
+	// dropped if Durable remembers it; otherwise further names are refused with RESOURCE_EXHAUSTED, since forgetting
+	// one would let its old tokens in: see [Guard.Forget]. Without Learn, requests create no names, only advances do.
 	MaxNames int
 
 	// Drain bounds how long an advance, or the first request of a new term, waits for handlers of older terms whose
@@ -87,8 +88,8 @@ func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
 
 // Do runs fn as if it were a handler of term t: admitted, with the name held shared until it returns, under a context
 // that carries the term and ends when a newer one is taken. It is for work of this process that no request started.
-// It waits for work of older terms like [Guard.Advance]. Errors: the refusals of [fence.Record.Admit], before fn runs; those
-// of Advance; fn's own.
+// It waits for work of older terms like [Guard.Advance]. Errors: the refusals of [fence.Record.Admit], before fn
+// runs; those of Advance; fn's own.
 func (g *Guard) Do(ctx context.Context, t fence.Term, fn func(ctx context.Context) error) error {
 	hold, err := g.gate.Enter(ctx, t, func() string { return "Do" })
 	if err != nil {
@@ -105,14 +106,16 @@ func (g *Guard) Newest(ctx context.Context, name string) (fence.Record, error) {
 	return rec, explain(err)
 }
 
-// Forget drops from memory the names that nobody uses and whose token is below before, and returns how many these were.
-// What was dropped cannot come back: tokens of a cluster grow over all names, so from then on a name without a record
-// takes no token below before. It is for guards without Durable whose names come and go, and whose tokens are from one cluster.
+// Forget drops from memory the names that nobody uses and whose token is below before, and returns how many these
+// were. What was dropped cannot come back: tokens of a cluster grow over all names, so from then on a name without a
+// record takes no token below before. It is for guards without Durable whose names come and go, and whose tokens are
+// from one cluster.
 func (g *Guard) Forget(before fence.Token) int { return g.gate.Forget(before) }
 
 // WithTerm returns ctx with the term under which calls are made: the client's interceptors put it into them.
 func WithTerm(ctx context.Context, t fence.Term) context.Context { return gate.WithTerm(ctx, t) }
 
 // TermFromContext returns the term that WithTerm put into ctx or, in a handler behind the server's interceptors, the
-// term of the call, for the guard of the handler's own store. It is shared with httpfence. ok is false where there is none.
+// term of the call, for the guard of the handler's own store. It is shared with httpfence. ok is false where there is
+// none.
 func TermFromContext(ctx context.Context) (t fence.Term, ok bool) { return gate.TermFrom(ctx) }

@@ -24,10 +24,10 @@ const (
 	service = "aegis.fence.v1.Guard"
 )
 
-// UnaryServerInterceptor admits calls by their term and runs the handlers of those that are admitted, holding the name
-// shared until the handler has returned. Its context carries the term and ends when a newer one is taken. Errors of
-// guards that a handler returns reach the client as what they are; when a handler returns context.Canceled after a newer term interrupted it, the client
-// gets [fence.ErrUnknown]. The package's comment lists the statuses.
+// UnaryServerInterceptor admits calls by their term and runs the handlers of those that are admitted, holding the
+// name shared until the handler has returned. Its context carries the term and ends when a newer one is taken. Errors
+// of guards that a handler returns reach the client as what they are; when a handler returns context.Canceled after a
+// newer term interrupted it, the client gets [fence.ErrUnknown]. The package's comment lists the statuses.
 func (g *Guard) UnaryServerInterceptor() grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		hold, err := g.admit(ctx, info.FullMethod)
@@ -43,8 +43,8 @@ func (g *Guard) UnaryServerInterceptor() grpc.UnaryServerInterceptor {
 	}
 }
 
-// StreamServerInterceptor is UnaryServerInterceptor for streams, which are admitted again with each message that they receive: see the package's
-// comment.
+// StreamServerInterceptor is UnaryServerInterceptor for streams, which are admitted again with each message that they
+// receive: see the package's comment.
 func (g *Guard) StreamServerInterceptor() grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 		hold, err := g.admit(ss.Context(), info.FullMethod)
@@ -159,9 +159,9 @@ func (s *serverStream) await(fn func() error, patience time.Duration, left *atom
 func (s *serverStream) refusal() error { return toStatus(s.hold.Fenced(), fence.Term{}) }
 
 // Register adds the service aegis.fence.v1.Guard to a server: the server's side of [Remote]. Its methods take a
-// google.protobuf.StringValue. Advance takes the terms in it, one per line in the form of the metadata, all or none; Newest answers a
-// StringValue with the newest token of the election that is named, as token=…&nonce=…&cluster=…; token=0 if there is none.
-// Who may call it may shut out any leader: authenticate it as other calls are.
+// google.protobuf.StringValue. Advance takes the terms in it, one per line in the form of the metadata, all or none;
+// Newest answers a StringValue with the newest token of the election that is named, as token=…&nonce=…&cluster=…;
+// token=0 if there is none. Who may call it may shut out any leader: authenticate it as other calls are.
 func (g *Guard) Register(s grpc.ServiceRegistrar) {
 	s.RegisterService(&grpc.ServiceDesc{
 		ServiceName: service,

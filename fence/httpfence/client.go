@@ -51,13 +51,13 @@ func text(resp *http.Response) string {
 	return strings.TrimSpace(string(b))
 }
 
-// Transport is the client's side: an [http.RoundTripper] that puts the term of the request's context ([WithTerm]) into the
-// header and makes refusals errors, which [http.Client] wraps in a [*url.Error]: use [errors.As] and [errors.Is].
-// Requests without a term are sent as they are, and those whose header was set by hand, too.
+// Transport is the client's side: an [http.RoundTripper] that puts the term of the request's context ([WithTerm])
+// into the header and makes refusals errors, which [http.Client] wraps in a [*url.Error]: use [errors.As] and
+// [errors.Is]. Requests without a term are sent as they are, and those whose header was set by hand, too.
 //
-// An error after the request went out may have come after the work was done: it is [fence.ErrUnknown], too, unless the method is GET,
-// HEAD or OPTIONS. Bound requests by their context: [http.Client].Timeout hides what kind of error it was. The zero value is
-// ready; it is safe for concurrent use.
+// An error after the request went out may have come after the work was done: it is [fence.ErrUnknown], too, unless
+// the method is GET, HEAD or OPTIONS. Bound requests by their context: [http.Client].Timeout hides what kind of error
+// it was. The zero value is ready; it is safe for concurrent use.
 type Transport struct {
 	Base http.RoundTripper // defaults to http.DefaultTransport
 }

@@ -53,8 +53,8 @@
 //
 // Goroutines that a handler leaves behind. A handler that ignores its context is waited for, but only for
 // [Config].Drain: then Advance fails and names it. Several replicas: each guards its own memory, so advance each of
-// them (WithGuards takes several guards), and let stores that they share be guarded by a guard of their own. Who can reach the
-// AdvanceHandler can shut out a leader; protect it like the handlers themselves. Tokens in headers are no
-// authentication. A restart without a durable guard forgets who was newest: an old leader that has not yet advanced, or
-// advances again, is then taken until the new one comes.
+// them (WithGuards takes several guards), and let stores that they share be guarded by a guard of their own. Who can
+// reach the AdvanceHandler can shut out a leader; protect it like the handlers themselves. Tokens in headers are no
+// authentication. A restart without a durable guard forgets who was newest: an old leader that has not yet advanced,
+// or advances again, is then taken until the new one comes.
 package httpfence

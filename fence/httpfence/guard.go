@@ -26,7 +26,8 @@ type Config struct {
 	Learn bool
 
 	// Known says which elections the service guards; terms of others are refused with 400 and leave no trace. It is
-	// called for each name that is not in memory and must be safe for concurrent use. Defaults to all. With Learn, set it.
+	// called for each name that is not in memory and must be safe for concurrent use. Defaults to all. With Learn,
+	// set it.
 	Known func(election string) bool
 
 	// MaxNames bounds the names kept in memory. Defaults to 10,000. When it is reached, a name that nobody uses is
@@ -74,8 +75,8 @@ func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
 
 // Do runs fn as if it were a handler of term t: admitted, with the name held shared until it returns, under a context
 // that carries the term and ends when a newer one is taken. It is for work of this process that no request started.
-// It waits for work of older terms like [Guard.Advance]. Errors: the refusals of [fence.Record.Admit], before fn runs; those
-// of Advance; fn's own.
+// It waits for work of older terms like [Guard.Advance]. Errors: the refusals of [fence.Record.Admit], before fn
+// runs; those of Advance; fn's own.
 func (g *Guard) Do(ctx context.Context, t fence.Term, fn func(ctx context.Context) error) error {
 	hold, err := g.gate.Enter(ctx, t, func() string { return "Do" })
 	if err != nil {
@@ -92,9 +93,10 @@ func (g *Guard) Newest(ctx context.Context, name string) (fence.Record, error) {
 	return rec, explain(err)
 }
 
-// Forget drops from memory the names that nobody uses and whose token is below before, and returns how many these were.
-// What was dropped cannot come back: tokens of a cluster grow over all names, so from then on a name without a record
-// takes no token below before. It is for guards without Durable whose names come and go, and whose tokens are from one cluster.
+// Forget drops from memory the names that nobody uses and whose token is below before, and returns how many these
+// were. What was dropped cannot come back: tokens of a cluster grow over all names, so from then on a name without a
+// record takes no token below before. It is for guards without Durable whose names come and go, and whose tokens are
+// from one cluster.
 func (g *Guard) Forget(before fence.Token) int { return g.gate.Forget(before) }
 
 // WithTerm returns ctx with the term under which requests are sent: [Transport] puts it into them.

@@ -26,9 +26,9 @@ const (
 
 // Handler admits requests by the term in their header and runs next for those that are admitted, holding the name
 // shared until next has returned. The request's context carries the term and ends when a newer one is taken; then
-// reads of the request's body fail with the refusal as well. The package's comment lists the answers to requests that are
-// not admitted. When next has returned without writing anything after a newer term interrupted it, the answer is 409, unknown, and not
-// the 200 that net/http would send.
+// reads of the request's body fail with the refusal as well. The package's comment lists the answers to requests that
+// are not admitted. When next has returned without writing anything after a newer term interrupted it, the answer is
+// 409, unknown, and not the 200 that net/http would send.
 //
 // next should pass errors of guards, and its context's cause, to [Refuse]. Its ResponseWriter is wrapped:
 // [http.ResponseController], Flusher, Hijacker and ReaderFrom work as before.
@@ -186,8 +186,9 @@ func answer(w http.ResponseWriter, err error, t fence.Term) {
 //
 //	curl --data 'election=boss&token=451&node=scene-01' http://localhost:8080/aegis/advance
 //
-// GET with ?election=… answers the newest token, as token=…&nonce=…&cluster=…; token=0 if there is none. The refusals are those of [Guard.Handler].
-// Who may send requests to it may shut out any leader: protect it as the other handlers are protected.
+// GET with ?election=… answers the newest token, as token=…&nonce=…&cluster=…; token=0 if there is none. The refusals
+// are those of [Guard.Handler]. Who may send requests to it may shut out any leader: protect it as the other handlers
+// are protected.
 func (g *Guard) AdvanceHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.Method {
