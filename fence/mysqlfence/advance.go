@@ -57,9 +57,19 @@ func (g *Guard) advance(ctx context.Context, opts AdvanceOptions, terms []fence.
 	if _, err := s.conn.ExecContext(ctx, "XA START "+s.xid); err != nil {
 		return s.undone(ctx, g.explain(ctx, "advance", err))
 	}
-	if err := s.conn.QueryRowContext(ctx, "SELECT CONNECTION_ID()").Scan(&s.id); err != nil {
+	var patience uint64
+	if err := s.conn.QueryRowContext(ctx, "SELECT CONNECTION_ID(), @@innodb_lock_wait_timeout").Scan(&s.id, &patience); err != nil {
 		return s.undone(ctx, g.explain(ctx, "advance", err))
 	}
+	// The server's patience is not the caller's: who asks again has lost his place in line. The pool gets its own setting back.
+	if _, err := s.conn.ExecContext(ctx, "SET SESSION innodb_lock_wait_timeout = 1000000"); err != nil {
+		return s.undone(ctx, g.explain(ctx, "advance", err))
+	}
+	defer func() {
+		if _, err := s.conn.ExecContext(ctx, "SET SESSION innodb_lock_wait_timeout = "+strconv.FormatUint(patience, 10)); err != nil {
+			s.drop(context.Background())
+		}
+	}()
 	for _, t := range terms {
 		if err := g.take(ctx, opts, s, t); err != nil {
 			return s.undone(ctx, err)
@@ -103,13 +113,8 @@ func (g *Guard) patiently(ctx context.Context, opts AdvanceOptions, s *session, 
 	start := time.Now()
 	done := make(chan error, 1)
 	go func() {
-		for {
-			_, err := s.conn.ExecContext(wait, lock)
-			if number(err) != errLockWaitTimeout { // the server's patience is not the caller's
-				done <- err
-				return
-			}
-		}
+		_, err := s.conn.ExecContext(wait, lock)
+		done <- err
 	}()
 	var overdue <-chan time.Time
 	if opts.Wait > 0 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"strings"
 	"testing"
 
 	"aegis/fence"
@@ -112,7 +113,9 @@ func openWith(database string, p params) (*mysqlfence.Guard, error) {
 	c.Params = map[string]string{}
 	for k, v := range p {
 		if k != "aegis" {
-			c.Params[k] = "'" + v + "'"
+			if c.Params[k] = v; strings.Contains(v, "-") {
+				c.Params[k] = "'" + v + "'"
+			}
 		}
 	}
 	if p["aegis"] == "" {

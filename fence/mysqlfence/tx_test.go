@@ -182,6 +182,7 @@ func advanceStarts(t testing.TB, g *mysqlfence.Guard, terms ...fence.Term) <-cha
 	ctx := bounded(t)
 	go func() { done <- g.Advance(ctx, terms...) }()
 	waitUntil(t, func() bool {
+		time.Sleep(120 * time.Millisecond) // InnoDB looks anew only when nobody has asked for 100 ms
 		return len(done) > 0 || len(list(t, g.DB(), "SELECT trx_id FROM information_schema.INNODB_TRX WHERE trx_state = 'LOCK WAIT'"+
 			" AND trx_query LIKE 'INSERT INTO aegis_fence%'")) > 0
 	})
