@@ -81,7 +81,7 @@ func (s *kv) start(t testing.TB) {
 	}
 	s.guard = guard
 	s.server = grpc.NewServer(
-		grpc.UnaryInterceptor(guard.UnaryServerInterceptor()), grpc.StreamInterceptor(guard.StreamServerInterceptor()))
+		grpc.UnaryInterceptor(guard.UnaryServerInterceptor()), grpc.ChainStreamInterceptor(recovered, guard.StreamServerInterceptor()))
 	guard.Register(s.server)
 	s.server.RegisterService(s.desc(), s)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -93,6 +93,16 @@ func (s *kv) start(t testing.TB) {
 	t.Cleanup(server.Stop)
 	s.addr = l.Addr().String()
 	s.conn = s.dial(t)
+}
+
+// recovered is what most servers have.
+func recovered(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("recovered: %v", r)
+		}
+	}()
+	return handler(srv, stream)
 }
 
 // desc is what generated code has.
@@ -221,7 +231,7 @@ func (s *kv) subjectOn(t *testing.T, conn *grpc.ClientConn, send via) fencetest.
 		Write: func(ctx context.Context, term fence.Term, key, value string, between func()) error {
 			s.mu.Lock()
 			s.n++
-			n := fmt.Sprint(s.n)
+			i, n := s.n, fmt.Sprint(s.n)
 			s.between[n] = between
 			s.mu.Unlock()
 			in := n + "\x00" + key + "\x00" + value
@@ -230,7 +240,7 @@ func (s *kv) subjectOn(t *testing.T, conn *grpc.ClientConn, send via) fencetest.
 					fmt.Sprintf("election=%s&token=%d", url.QueryEscape(term.Election), term.Token))
 				return send(ctx, conn, in)
 			}
-			if s.n%2 == 0 {
+			if i%2 == 0 {
 				return send(ctx, conn, in, grpcfence.UnderTerm(term))
 			}
 			return send(grpcfence.WithTerm(ctx, term), conn, in)

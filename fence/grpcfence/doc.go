@@ -33,9 +33,10 @@
 // # Streams
 //
 // A stream is admitted when it opens and again with every message that it receives. Its handler holds the name from
-// its start, but not while it waits in RecvMsg: an idle stream keeps nobody waiting. When a newer term is taken, its
-// context ends, a waiting RecvMsg returns the refusal at once, and so does each later one; what was received before
-// was done. SendMsg still works, but for half of Config.Drain at most.
+// its start, but not while it waits in RecvMsg: an idle stream keeps nobody waiting. When a newer term is taken, the
+// handler's context ends. A stream that waits for its client ends at once, with the refusal; what it received before
+// was done. One that works on a message may finish and answer it, and is refused the next. If it is stuck in SendMsg,
+// since its client reads nothing, the stream is cut after half of Config.Drain, with ErrUnknown.
 //
 // # Advance first, then read
 //

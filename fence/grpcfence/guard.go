@@ -37,7 +37,7 @@ type Config struct {
 	MaxNames int
 
 	// Drain bounds how long an advance, or the first request of a new term, waits for handlers of older terms whose
-	// contexts have ended. Defaults to 5 s. After half of it, a SendMsg to a slow client fails.
+	// contexts have ended. Defaults to 5 s. After half of it, a stream whose client takes nothing is cut.
 	Drain time.Duration
 
 	// Report admits, counts and tells what would have been refused, requests without a term among them, and ends

@@ -11,8 +11,10 @@ import (
 	"aegis/fence/internal/gate"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/emptypb"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 )
@@ -54,8 +56,50 @@ func (g *Guard) StreamServerInterceptor() grpc.StreamServerInterceptor {
 		if hold == nil {
 			return handler(srv, ss)
 		}
-		defer hold.End()
-		return outcome(handler(srv, &serverStream{ServerStream: ss, hold: hold, patience: g.gate.Drain() / 2}), hold)
+		return g.serve(ss, hold, func(ss grpc.ServerStream) error { return handler(srv, ss) })
+	}
+}
+
+// serve runs a stream's handler on a goroutine of its own, because a handler that waits for a silent client can be woken
+// in one way only: by returning from here, which ends the stream. It then outlives this call, for as long as it takes
+// to return; its hold ends when it has.
+func (g *Guard) serve(ss grpc.ServerStream, hold *gate.Hold, handler func(grpc.ServerStream) error) error {
+	s := &serverStream{ServerStream: ss, hold: hold}
+	done := make(chan func() error, 1)
+	go func() {
+		end := func() error { return status.Error(codes.Internal, "grpcfence: the handler ended its goroutine") }
+		defer func() {
+			if r := recover(); r != nil {
+				end = func() error { panic(r) } // where the server's own interceptors expect it
+			}
+			hold.End()
+			done <- end
+		}()
+		err := handler(s)
+		end = func() error { return err }
+	}()
+	select {
+	case end := <-done:
+		return s.outcome(end())
+	case <-hold.Context().Done():
+	}
+	if hold.Fenced() == nil { // the client is gone, the handler will notice
+		return s.outcome((<-done)())
+	}
+	if hold.Idle() {
+		return s.refusal()
+	}
+	tick := time.NewTicker(g.gate.Drain() / 2)
+	defer tick.Stop()
+	for {
+		select {
+		case end := <-done:
+			return s.outcome(end())
+		case <-tick.C:
+			if s.sending.Load() > 0 { // to a client that takes nothing
+				return toStatus(explain(gate.Superseded(hold.Fenced())), fence.Term{})
+			}
+		}
 	}
 }
 
@@ -102,58 +146,41 @@ func outcome(err error, hold *gate.Hold) error {
 	return err
 }
 
-// serverStream holds the name but for the time that it waits for its client.
+// serverStream holds the name but for the time that it waits for its client's messages.
 type serverStream struct {
 	grpc.ServerStream
-	hold     *gate.Hold
-	patience time.Duration // with a client that takes nothing, once a newer term is taken
-	deaf     atomic.Bool   // a RecvMsg was left behind, still waiting
-	mute     atomic.Bool   // a SendMsg was
+	hold    *gate.Hold
+	sending atomic.Int32
+	refused atomic.Bool // some RecvMsg was
 }
 
 func (s *serverStream) Context() context.Context { return s.hold.Context() }
 
 func (s *serverStream) RecvMsg(m any) error {
-	if s.deaf.Load() {
-		return s.refusal()
-	}
 	s.hold.Pause()
-	err := s.await(func() error { return s.ServerStream.RecvMsg(m) }, 0, &s.deaf)
+	var err error
+	if s.hold.Fenced() == nil { // else nobody would end the wait: serve looks but once whether the hold is idle
+		err = s.ServerStream.RecvMsg(m)
+	}
 	if refused := s.hold.Resume(); refused != nil {
-		return toStatus(refused, fence.Term{})
+		s.refused.Store(true)
+		return toStatus(explain(refused), fence.Term{})
 	}
 	return err
 }
 
 func (s *serverStream) SendMsg(m any) error {
-	if s.mute.Load() {
-		return s.refusal()
-	}
-	return s.await(func() error { return s.ServerStream.SendMsg(m) }, s.patience, &s.mute)
+	s.sending.Add(1)
+	defer s.sending.Add(-1)
+	return s.ServerStream.SendMsg(m)
 }
 
-// await runs fn, which ends with the stream at the latest, and leaves it behind, noting this, once a newer term has
-// been taken for longer than patience.
-func (s *serverStream) await(fn func() error, patience time.Duration, left *atomic.Bool) error {
-	done := make(chan error, 1)
-	go func() { done <- fn() }()
-	select {
-	case err := <-done:
-		return err
-	case <-s.Context().Done():
-	}
-	if s.hold.Fenced() == nil {
-		return <-done // the stream itself has ended
-	}
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	select {
-	case err := <-done:
-		return err
-	case <-timer.C:
-		left.Store(true)
+// outcome does not let a handler that ignores the refusal of a message say that all is done.
+func (s *serverStream) outcome(err error) error {
+	if err == nil && s.refused.Load() && s.hold.Fenced() != nil {
 		return s.refusal()
 	}
+	return outcome(err, s.hold)
 }
 
 func (s *serverStream) refusal() error { return toStatus(s.hold.Fenced(), fence.Term{}) }

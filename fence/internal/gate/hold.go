@@ -128,6 +128,13 @@ func (h *Hold) Fenced() *fence.FencedError {
 	return fenced
 }
 
+// Idle says that the handler holds nothing: it waits for its client, or has returned.
+func (h *Hold) Idle() bool {
+	h.g.mu.Lock()
+	defer h.g.mu.Unlock()
+	return h.running == 0
+}
+
 // Pause lets the name go while the handler does nothing but wait for its client.
 func (h *Hold) Pause() {
 	if h.e == nil {
