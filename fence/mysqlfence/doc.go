@@ -49,6 +49,7 @@
 // written there stays, whatever becomes of the transaction. Effects of a transaction that the server acknowledged and
 // lost: asynchronous replication and a failover, innodb_flush_log_at_trx_commit below 1, a backup; the fence is as
 // durable as the server's commit. Galera clusters and multi-primary groups certify no shared locks and are refused, as
-// are servers that are read-only. Caller's own transactions ([Guard.Admit], CALL aegis_admit) have the server's
+// are servers that are read-only. A proxy that spreads statements over connections must keep an XA transaction on one.
+// Caller's own transactions ([Guard.Admit], CALL aegis_admit) have the server's
 // protection against their own DDL and deadlocks only in as far as the caller stops at the first error.
 package mysqlfence

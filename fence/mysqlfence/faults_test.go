@@ -94,6 +94,20 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 		}
 		expect(t, g, "aegis fence install")
 	})
+	t.Run("Autocommit0", func(t *testing.T) {
+		g, err := openWith(database(t), params{"autocommit": "0"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		g.DB().SetMaxOpenConns(1)
+		if _, err := g.Names(ctx); err != nil { // reads, and so begins a transaction
+			t.Fatal(err)
+		}
+		if err := g.Advance(ctx, term(7)); err == nil || !strings.Contains(err.Error(), "autocommit=0") {
+			t.Errorf("Advance on a connection with an open transaction returned %v", err)
+		}
+	})
 	t.Run("UnknownDSN", func(t *testing.T) {
 		if _, err := mysqlfence.Open("root:secret@nowhere", mysqlfence.Config{}); err == nil || strings.Contains(err.Error(), "secret") {
 			t.Errorf("Open of a bad data source name returned %v", err)

@@ -26,7 +26,7 @@ const (
 )
 
 // Do runs fn in a transaction that commits only if t's token is the newest that the guard has taken. It blocks until
-// fn has returned and the transaction is committed, or ctx has ended. What fn writes through tx is committed when it
+// fn has returned and the transaction is committed, or ctx has ended (and up to 2 s longer to undo it). What fn writes through tx is committed when it
 // returns nil, and undone when it returns an error or panics. fn runs again after a deadlock, so it must have no effect
 // but its writes; it must not outlive Do.
 //

@@ -187,6 +187,8 @@ func (g *Guard) explain(ctx context.Context, what string, err error) error {
 		hint = "the server is read-only (a replica?); connect to the primary"
 	case n == 1021 || n == 1114 || n == 28 || n == 3 || n == 1041:
 		hint = "the server's disk is full; nothing was written"
+	case n == errXAOutside:
+		hint = "the pool's connection is in a transaction already: autocommit=0 in the data source name, or a BEGIN that nobody ended"
 	case n == 1053 || n == 1927 || n == 1317:
 		hint = "the server is stopping, or somebody has killed the session"
 	case errors.As(err, &dial) && dial.Op == "dial":

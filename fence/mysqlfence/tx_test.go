@@ -317,3 +317,60 @@ func TestAdmitNeedsAPlainTransaction(t *testing.T) {
 		t.Errorf("the items are %q", got)
 	}
 }
+
+// TestExecHoldsItsLockToTheCommit: an advance that comes while the one statement runs waits for its commit.
+func TestExecHoldsItsLockToTheCommit(t *testing.T) {
+	t.Run("REPEATABLE-READ", func(t *testing.T) { execHolds(t, "REPEATABLE-READ") }) // locks here what any statement but SELECT reads
+	t.Run("READ-COMMITTED", func(t *testing.T) { execHolds(t, "READ-COMMITTED") })
+}
+
+func execHolds(t *testing.T, level string) {
+	g, err := openWith(database(t), params{isolationVariable(t): level})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	advance(t, g, 7)
+	ctx := bounded(t)
+	done := make(chan error, 1)
+	go func() {
+		_, err := g.Exec(ctx, term(7), "INSERT INTO loot (item) SELECT IF(SLEEP(0.7) = 0, 'slow', '')")
+		done <- err
+	}()
+	waitUntil(t, func() bool {
+		return len(list(t, g.DB(), "SELECT ID FROM information_schema.PROCESSLIST WHERE INFO LIKE 'INSERT INTO loot%' AND DB = DATABASE()")) > 0
+	})
+	advance(t, g, 8)
+	if got := items(t, g); !slices.Equal(got, []string{"slow"}) {
+		t.Errorf("the new leader reads %q, and the old one's write comes later", got)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSnapshotIsNotOlderThanTheAdmission: what fn reads includes all that was committed before it was admitted.
+func TestSnapshotIsNotOlderThanTheAdmission(t *testing.T) {
+	g := guard(t)
+	advance(t, g, 7)
+	ctx := bounded(t)
+	_, end := openTransaction(t, g)
+	defer end()
+	rival := advanceStarts(t, g, term(8))
+	late := make(chan error, 1)
+	count := -1
+	go func() { // admitted only when the open transaction and the advance are over
+		late <- g.Do(ctx, term(8), func(tx *mysqlfence.Tx) error {
+			return tx.QueryRowContext(ctx, "SELECT COUNT(*) FROM loot").Scan(&count)
+		})
+	}()
+	waitUntil(t, func() bool {
+		return len(late) > 0 || len(list(t, g.DB(), "SELECT ID FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT token, nonce%' AND DB = DATABASE()")) > 0
+	})
+	if err := end(); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(<-rival, <-late); err != nil || count != 1 {
+		t.Errorf("the new leader counts %d items, %v; must see the old term's last write", count, err)
+	}
+}
