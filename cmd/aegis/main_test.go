@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -44,6 +45,8 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
+	// Under nohup hangups are ignored, and children would inherit that; what is caught is theirs to decide again.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	os.Exit(withEtcd(m))
 }
 

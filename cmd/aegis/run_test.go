@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"aegis"
+	"aegis/internal/lab"
 
 	"golang.org/x/sys/unix"
 )
@@ -474,8 +475,7 @@ func TestRunSIGTERMAroundWinning(t *testing.T) {
 		rounds = 10
 	}
 	const lanes = 4
-	seed := rand.Uint64()
-	t.Logf("seed %d", seed)
+	seed := lab.Seed(t)
 	for lane := range lanes {
 		t.Run(fmt.Sprint("Lane", lane), func(t *testing.T) {
 			t.Parallel()
