@@ -62,6 +62,17 @@ func TestKeys(t *testing.T) {
 				t.Errorf("%.20v: %v, %v", args, v, err)
 			}
 		}
+		for _, args := range [][]any{{"SET", g.Key("boss", "k")}, {"EVAL", "return 1", 1, g.Key("boss", "k")}} { // nor found out halfway
+			_, err := g.Do(ctx, term(7), func(b *redisfence.Batch) error {
+				_ = b.Add("INCR", g.Key("boss", "halfway"))
+				_ = b.Add(args...)
+				return nil
+			})
+			if err == nil || errors.Is(err, redisfence.ErrPartial) {
+				t.Errorf("%v: %v", args, err)
+			}
+		}
+		wantValue(t, c, g.Key("boss", "halfway"), "")
 	})
 	t.Run("GuardedCommandsReplyAsEver", func(t *testing.T) {
 		k := func(what string) string { return g.Key("boss", what) }
