@@ -17,7 +17,7 @@ import (
 
 // Advance makes the guard take the terms' tokens, all of them or none, in a transaction of its own: see [fence.Guard].
 // It waits for the running transactions of the old terms, as Config.Advance says and until ctx ends at the latest, and
-// goes before those that come later. Errors: those of [fence.Record.Advance], a [*BlockedError], [fence.ErrUnknown],
+// goes before those that come later; who blocked it takes up to 3 s more to find out. Errors: those of [fence.Record.Advance], a [*BlockedError], [fence.ErrUnknown],
 // ctx's, or the server's.
 func (g *Guard) Advance(ctx context.Context, terms ...fence.Term) error {
 	return g.AdvanceWith(ctx, g.cfg.Advance, terms...)
@@ -143,12 +143,14 @@ func (g *Guard) patiently(ctx context.Context, opts AdvanceOptions, s *session, 
 		}
 		blocked.unended = err
 	}
-	cancel() // closes the connection; the session in the server still waits
-	g.kill(s.id)
+	// The session would wait on in the server, and keep writers waiting: it does not see that its connection is closed.
+	cancel()
 	select {
 	case <-done:
 	case <-time.After(time.Second):
 	}
+	s.drop(context.Background()) // first, to make room in the pool
+	g.kill(s.id, time.Second)
 	return blocked
 }
 
@@ -234,7 +236,7 @@ func (e *BlockedError) Unwrap() []error {
 	return errs
 }
 
-// blockers returns the sessions whose locks the session id waits for.
+// blockers returns the sessions whose locks the session id waits for, other advances left out.
 func (g *Guard) blockers(ctx context.Context, id uint64) ([]Session, error) {
 	// MariaDB's, and what MySQL 8 has in its place.
 	waits := "information_schema.INNODB_LOCK_WAITS w JOIN information_schema.INNODB_TRX r ON r.trx_id = w.requesting_trx_id" +
@@ -243,7 +245,7 @@ func (g *Guard) blockers(ctx context.Context, id uint64) ([]Session, error) {
 		rows, err := g.db.QueryContext(ctx, `SELECT DISTINCT b.trx_mysql_thread_id, COALESCE(CONCAT(p.USER, '@', p.HOST), ''),
 			TIMESTAMPDIFF(MICROSECOND, b.trx_started, NOW(6)), COALESCE(p.INFO, '')
 			FROM `+waits+` LEFT JOIN information_schema.PROCESSLIST p ON p.ID = b.trx_mysql_thread_id
-			WHERE b.trx_mysql_thread_id <> 0 AND r.trx_mysql_thread_id = `+strconv.FormatUint(id, 10)+" ORDER BY 3 DESC")
+			WHERE b.trx_mysql_thread_id <> 0 AND COALESCE(b.trx_query, '') NOT LIKE 'INSERT INTO %aegis_fence (name%' AND r.trx_mysql_thread_id = `+strconv.FormatUint(id, 10)+" ORDER BY 3 DESC")
 		if err != nil {
 			return nil, err
 		}

@@ -197,6 +197,25 @@ func TestAdvanceNamesWhoBlocksIt(t *testing.T) {
 	advance(t, g, 8)
 }
 
+// TestGivenUpAdvanceLeavesTheLineWithoutASecondConnection: also where the pool has but one.
+func TestGivenUpAdvanceLeavesTheLineWithoutASecondConnection(t *testing.T) {
+	name := database(t)
+	g := open(t, server.DSN(name), mysqlfence.Config{})
+	advance(t, g, 7)
+	_, end := openTransaction(t, g)
+	defer end()
+	narrow := open(t, server.DSN(name), mysqlfence.Config{})
+	narrow.DB().SetMaxOpenConns(1)
+	if err := narrow.AdvanceWith(bounded(t), mysqlfence.AdvanceOptions{Wait: 50 * time.Millisecond}, term(8)); err == nil {
+		t.Error("the advance did not wait")
+	}
+	short, cancel := context.WithTimeout(bounded(t), 10*time.Second)
+	defer cancel()
+	if _, err := g.Exec(short, term(7), insert, "also by 7"); err != nil {
+		t.Errorf("after an advance that gave up, Exec returned %v", err)
+	}
+}
+
 func TestAdvanceEndsWhoBlocksIt(t *testing.T) {
 	g := guard(t)
 	advance(t, g, 7)

@@ -120,7 +120,7 @@ func (g *Guard) do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) err
 		rec, err = s.lock(ctx, g.lockQuery(t.Election))
 	}
 	if err != nil {
-		return s.undone(ctx, g.explain(ctx, "admit "+strconv.Quote(t.Election), err))
+		return s.undone(ctx, g.explain(ctx, "admit "+strconv.Quote(t.Election), s.refused(err)))
 	}
 	if err := g.cfg.Report.Verdict(rec.Admit(t)); err != nil {
 		return s.undone(ctx, err)

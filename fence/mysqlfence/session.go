@@ -178,13 +178,13 @@ func (s *session) rollback() bool {
 func (s *session) drop(ctx context.Context) {
 	_ = s.conn.Raw(func(any) error { return driver.ErrBadConn })
 	if ctx.Err() != nil && s.id != 0 {
-		go s.g.kill(s.id)
+		go s.g.kill(s.id, 5*time.Second)
 	}
 }
 
-// kill ends a session of this guard whose connection is closed. It lasts 5 s at most.
-func (g *Guard) kill(id uint64) {
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+// kill ends a session of this guard whose connection is closed. It lasts as long as bound at most.
+func (g *Guard) kill(id uint64, bound time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	_, _ = g.db.ExecContext(ctx, "KILL "+strconv.FormatUint(id, 10)) // gone by itself: just as well
 }
