@@ -110,7 +110,7 @@ func TestAdvanceNamesTheBlockerWithinItsContext(t *testing.T) {
 	if err := g.Admit(ctx, tx, term(7)); err != nil {
 		t.Fatal(err)
 	}
-	short, cancel := context.WithTimeout(ctx, 400*time.Millisecond)
+	short, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
 	err = g.Advance(short, term(8))
 	wantText(t, err, "session ", "idle in transaction")

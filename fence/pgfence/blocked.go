@@ -47,12 +47,18 @@ func (b Blocker) String() string {
 type BlockedError struct {
 	Name     string        // of an election that was to be advanced
 	Wait     time.Duration // how long the advance waited for its locks
-	Blockers []Blocker     // oldest first; empty where they had just ended or could not be seen
+	Blockers []Blocker     // oldest first; empty where they had just ended or could not be asked for
+
+	unasked error // why nobody could be asked who they are
 }
 
 func (e *BlockedError) Error() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "pgfence: advance %q waited %v for transactions that were admitted before", e.Name, e.Wait)
+	fmt.Fprintf(&b, "pgfence: advance %q waited %v for transactions that were admitted before", e.Name, e.Wait.Round(time.Millisecond))
+	if e.unasked != nil {
+		fmt.Fprintf(&b, "; who they are could not be asked: %v (SELECT * FROM aegis.blockers(%s) tells)", e.unasked, literal(e.Name))
+		return b.String()
+	}
 	if len(e.Blockers) == 0 {
 		b.WriteString("; none of them is left: try again (or see pg_locks for who locks table aegis.fence)")
 		return b.String()
@@ -82,11 +88,12 @@ func blocked(ctx context.Context, conn *pgxpool.Conn, wait time.Duration, terms 
 	for _, t := range terms {
 		rows, err := conn.Query(ctx, "select coalesce(pid, 0), coalesce(gid, ''), coalesce(role, ''), coalesce(application, ''), coalesce(client, ''), "+
 			"coalesce(state, ''), coalesce(since, '0001-01-01 00:00:00Z'), coalesce(query, '') from aegis.blockers($1)", t.Election)
-		if err != nil {
-			return e
+		var blockers []Blocker
+		if err == nil {
+			blockers, err = pgx.CollectRows(rows, pgx.RowToStructByPos[Blocker])
 		}
-		blockers, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Blocker])
 		if err != nil {
+			e.unasked = err
 			return e
 		}
 		if len(blockers) > 0 {

@@ -98,26 +98,15 @@ func (g *Guard) do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) err
 	if g.cfg.Isolation != "" {
 		begin += " isolation level " + string(g.cfg.Isolation)
 	}
-	function := "admit"
-	if g.cfg.Report != nil {
-		function = "report"
-	}
-	args := fmt.Sprintf("(%s, %d, %d, %d)", literal(t.Election), t.Token, int64(t.Nonce), int64(t.Cluster))
-	results, err := conn.Conn().PgConn().Exec(ctx, begin+"; select aegis."+function+args).ReadAll()
+	refusal, err := g.begin(ctx, conn, begin, t)
 	if err != nil {
 		rollback(ctx, conn)
 		return explain(ctx, "admit", err)
 	}
-	admitted := true
-	if g.cfg.Report != nil {
-		if value := results[1].Rows[0][0]; value != nil {
-			refusal := string(value)
-			if err := g.cfg.Report.Verdict(reported(t, &refusal)); err != nil {
-				rollback(ctx, conn)
-				return err
-			}
-			admitted = false
-		}
+	admitted := refusal == nil
+	if err := g.cfg.Report.Verdict(reported(t, refusal)); err != nil {
+		rollback(ctx, conn)
+		return err
 	}
 
 	tx := &Tx{conn: conn.Conn(), g: g}
@@ -149,11 +138,24 @@ func (g *Guard) do(ctx context.Context, t fence.Term, fn func(tx *Tx) error) err
 		_ = conn.Conn().Close(context.WithoutCancel(ctx))
 		return errors.New("pgfence: fn left rows or results open; nothing was written: close them before it returns")
 	}
-	last := "commit"
+	last := &pgx.Batch{}
 	if admitted {
-		last = fmt.Sprintf("select aegis.confirm(%s, %d); commit", literal(t.Election), t.Token)
+		last.Queue("select aegis.confirm($1, $2)", t.Election, t.Token)
 	}
 	return explain(ctx, "commit", commit(ctx, conn, last))
+}
+
+// begin begins a transaction and admits it, in one round trip. The refusal is aegis.report's.
+func (g *Guard) begin(ctx context.Context, conn *pgxpool.Conn, begin string, t fence.Term) (refusal *string, err error) {
+	batch := &pgx.Batch{}
+	batch.Queue(begin)
+	if g.cfg.Report == nil {
+		batch.Queue(admitSQL, t.Election, t.Token, int64(t.Nonce), int64(t.Cluster))
+	} else {
+		batch.Queue(reportSQL, t.Election, t.Token, int64(t.Nonce), int64(t.Cluster)).QueryRow(func(row pgx.Row) error { return row.Scan(&refusal) })
+	}
+	err = conn.SendBatch(ctx, batch).Close()
+	return refusal, err
 }
 
 // Exec executes one guarded statement: the check and the write go to the server together, in one transaction and, once
@@ -295,11 +297,13 @@ func rollback(ctx context.Context, conn *pgxpool.Conn) {
 	}
 }
 
-// commit sends the last words of a transaction and says what became of it.
-func commit(ctx context.Context, conn *pgxpool.Conn, script string) error {
-	results, err := conn.Conn().PgConn().Exec(ctx, script).ReadAll()
+// commit sends the last words of a transaction, COMMIT behind them, and says what became of it.
+func commit(ctx context.Context, conn *pgxpool.Conn, last *pgx.Batch) error {
+	tag := ""
+	last.Queue("commit").Exec(func(t pgconn.CommandTag) error { tag = t.String(); return nil })
+	err := conn.SendBatch(ctx, last).Close()
 	if err == nil {
-		if tag := results[len(results)-1].CommandTag.String(); tag != "COMMIT" {
+		if tag != "COMMIT" {
 			return fmt.Errorf("%w (COMMIT was answered by %s)", ErrEnded, tag)
 		}
 		return nil

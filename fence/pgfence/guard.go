@@ -150,7 +150,7 @@ func (g *Guard) advance(ctx context.Context, wait time.Duration, terms []fence.T
 		}
 		return err
 	}
-	return commit(ctx, conn, "commit")
+	return commit(ctx, conn, &pgx.Batch{})
 }
 
 // Newest returns what the guard has taken for the name; the zero Record if it has taken nothing.

@@ -67,7 +67,7 @@ func (g *Guard) script(ctx context.Context, op, sql string) error {
 		rollback(ctx, conn)
 		return explain(ctx, op, err)
 	}
-	return explain(ctx, op, commit(ctx, conn, "commit"))
+	return explain(ctx, op, commit(ctx, conn, &pgx.Batch{}))
 }
 
 func (g *Guard) version(ctx context.Context) (version int64, err error) {

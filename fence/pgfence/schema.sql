@@ -155,12 +155,13 @@ DECLARE
   known_cluster bigint;
   terms text;
 BEGIN
-  IF token BETWEEN 1 AND 9007199254740991 AND octet_length(name) BETWEEN 1 AND 255 THEN
-    PERFORM pg_advisory_xact_lock_shared(hashtextextended(name COLLATE "C", 4702111234474983745));
+  -- Expressions instead of PERFORM, and no JSON functions, halve what it costs.
+  IF (token BETWEEN 1 AND 9007199254740991 AND octet_length(name) BETWEEN 1 AND 255) IS NOT TRUE THEN
+    PERFORM aegis.check_term(name, token);
+  ELSIF pg_advisory_xact_lock_shared(hashtextextended(name COLLATE "C", 4702111234474983745)) IS NOT NULL THEN
+    -- A statement of its own: at READ COMMITTED its snapshot is younger than the lock.
     SELECT f.token, f.nonce, f.cluster INTO newest, known_nonce, known_cluster
       FROM aegis.fence f WHERE f.name = admit.name COLLATE "C" FOR SHARE;
-  ELSE
-    PERFORM aegis.check_term(name, token);
   END IF;
   IF newest IS NULL OR newest <> token OR (known_cluster <> cluster AND known_cluster <> 0 AND cluster <> 0)
      OR (known_nonce <> nonce AND known_nonce <> 0 AND nonce <> 0) THEN
@@ -169,7 +170,7 @@ BEGIN
   -- For the triggers of aegis.protect, which admit again with it, and for aegis.confirm.
   terms := current_setting('aegis.terms', true);
   IF terms IS NULL OR terms = '' THEN
-    PERFORM set_config('aegis.terms', json_build_object(name, json_build_array(token, nonce, cluster))::text, true);
+    terms := set_config('aegis.terms', concat('{', to_json(name), ': [', token, ', ', nonce, ', ', cluster, ']}'), true);
   ELSIF terms::jsonb -> name IS DISTINCT FROM jsonb_build_array(token, nonce, cluster) THEN
     PERFORM set_config('aegis.terms', (terms::jsonb || jsonb_build_object(name, jsonb_build_array(token, nonce, cluster)))::text, true);
   END IF;
@@ -193,6 +194,9 @@ END $aegis$;
 CREATE OR REPLACE FUNCTION aegis.confirm(name text, token bigint) RETURNS void
 LANGUAGE plpgsql AS $aegis$
 BEGIN
+  IF pg_catalog.starts_with(pg_catalog.current_setting('aegis.terms', true), pg_catalog.concat('{', pg_catalog.to_json(name), ': [', token, ', ')) THEN
+    RETURN; -- as admit of one election left it
+  END IF;
   IF (nullif(pg_catalog.current_setting('aegis.terms', true), '')::jsonb OPERATOR(pg_catalog.->) name OPERATOR(pg_catalog.->>) 0)
       IS DISTINCT FROM token::text THEN
     RAISE EXCEPTION 'aegis: this transaction is not the one that was admitted for "%" under token %', name, token

@@ -50,7 +50,8 @@ func TestPgBouncerInTransactionMode(t *testing.T) {
 			ctx := bounded(t)
 			const writers, takeovers, writes = 8, 20, 1000
 			var newest, wrote, fenced atomic.Int64
-			newest.Store(1000 * int64(option)) // the modes share the database
+			newest.Store(1000)
+			term := func(token fence.Token) fence.Term { return fence.Term{Election: mode, Token: token} } // the modes share the database
 			advance := func() {
 				if err := g.Advance(ctx, term(newest.Load()+1)); err != nil {
 					t.Error(err)
@@ -66,7 +67,7 @@ func TestPgBouncerInTransactionMode(t *testing.T) {
 						if _, ok := <-next; !ok {
 							return
 						}
-						for {
+						for ctx.Err() == nil && !t.Failed() {
 							token := newest.Load() // may be over by the time it is used
 							var err error
 							// The row says what it was written under, and the fence at its commit.
