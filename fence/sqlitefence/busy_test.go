@@ -74,11 +74,12 @@ func TestATransactionIsImmediateWhateverTheURISays(t *testing.T) {
 	advance(t, other, 7)
 	for _, lock := range []string{"deferred", "concurrent", "immediate", "exclusive"} {
 		g := reopen(t, "file:"+path+"?_txlock="+lock)
-		wrote := make(chan error, 1)
+		ctx, wrote := bounded(t), make(chan error, 1)
 		if err := g.Do(bounded(t), term(7), func(tx *sqlitefence.Tx) error {
 			go func() {
-				_, err := other.Exec(bounded(t), term(7), "INSERT INTO loot (item) VALUES (?)", "not "+lock)
+				_, err := other.Exec(ctx, term(7), "INSERT INTO loot (item) VALUES (?)", "not "+lock)
 				wrote <- err
+				close(wrote)
 			}()
 			select {
 			case err := <-wrote:
@@ -88,7 +89,7 @@ func TestATransactionIsImmediateWhateverTheURISays(t *testing.T) {
 			_, err := tx.ExecContext(bounded(t), "INSERT INTO loot (item) VALUES (?)", lock)
 			return err
 		}); err != nil {
-			t.Errorf("%s: %v", lock, err)
+			t.Fatalf("%s: %v", lock, err)
 		}
 		if err := <-wrote; err != nil {
 			t.Error(err)
