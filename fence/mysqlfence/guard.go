@@ -187,7 +187,7 @@ func (g *Guard) exec(ctx context.Context, t fence.Term, query string, args []any
 
 // compareQuery fails with errOutOfRange unless the record, locked as by lockQuery, admits t: the rule is that of
 // fence.Record.Admit. A sum that overflows is an error in every sql_mode and the cheapest one measured; SET returns no
-// rows that somebody would have to read.
+// rows that somebody would have to read. (MariaDB locks what SET reads in any case; the clause does not rely on it.)
 func (g *Guard) compareQuery(t fence.Term) string {
 	equal := "token = " + strconv.FormatInt(t.Token, 10)
 	if t.Nonce != 0 {
