@@ -125,6 +125,11 @@ func TestKeys(t *testing.T) {
 		if err := g.Advance(ctx, both...); err != nil { // two slots
 			t.Error(err)
 		}
+		both[0].Token, both[1].Token = 2000, 0
+		wantIs(t, g.Advance(ctx, both...), fence.ErrInvalidToken)
+		if r, err := g.Newest(ctx, "a"); err != nil || r.Token != 1000 { // what is known to be refused takes nothing along
+			t.Errorf("%+v, %v", r, err)
+		}
 	})
 }
 
@@ -335,6 +340,32 @@ func TestForgetRemovesOldKeysAndNoFence(t *testing.T) {
 	if r, err := g.Newest(ctx, "boss"); err != nil || r != (fence.Record{Token: 8, Nonce: term(8).Nonce, Cluster: term(8).Cluster}) {
 		t.Errorf("%+v, %v", r, err)
 	}
+}
+
+func TestEveryWayToWriteIsGuarded(t *testing.T) {
+	g, c := open(t)
+	ctx := bounded(t)
+	advance(t, g, 7)
+	k := g.Key("boss", "k")
+	script := redisfence.NewScript("return redis.call('SET', KEYS[1], 'stale')")
+	set := func(b *redisfence.Batch) error { return b.Add("SET", k, "stale") }
+	_, _, err := g.Once(ctx, term(7), "taken over", func(b *redisfence.Batch) ([]byte, error) {
+		advance(t, g, 8) // between its look and its commit
+		return nil, set(b)
+	})
+	wantIs(t, err, fence.ErrFenced)
+	for what, err := range map[string]error{
+		"Exec":   second(g.Exec(ctx, term(7), "SET", k, "stale")),
+		"Do":     second(g.Do(ctx, term(7), set)),
+		"Script": second(g.Script(ctx, term(7), script, []string{k})),
+		"delete": second(g.Exec(ctx, term(7), "DEL", k)),
+	} {
+		var fenced *fence.FencedError
+		if !errors.As(err, &fenced) || fenced.Token != 7 || fenced.Newest != 8 {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	wantValue(t, c, k, "")
 }
 
 func TestResetIsTheWayDown(t *testing.T) {
