@@ -543,6 +543,50 @@ func TestFoundByReading(t *testing.T) {
 			}
 		})
 	})
+	t.Run("RivalsKeyOfTheSameRevisionInARestoredEtcdIsLeftAlone", func(t *testing.T) {
+		for name, act := range map[string]func(w *world, led *aegis.Leadership) error{
+			"Resign":   func(w *world, led *aegis.Leadership) error { return led.Resign(w.ctx) },
+			"Transfer": func(w *world, led *aegis.Leadership) error { return led.Transfer(w.ctx, "c") },
+			"Commit": func(w *world, led *aegis.Leadership) error {
+				_, err := led.Commit(w.ctx, clientv3.OpPut("loot", "stale"))
+				return err
+			},
+		} {
+			t.Run(name, func(t *testing.T) {
+				simulate(t, func(w *world) {
+					a := w.join("a")
+					cli := w.Client("x")
+					snap := w.Snapshot()
+					put := func(until int64) {
+						for w.Revision() < until {
+							if _, err := cli.Put(w.ctx, "elsewhere", "x"); err != nil {
+								w.Fatal(err)
+							}
+						}
+					}
+					put(30)
+					led := w.lead(a, "boss")
+					w.Restore(snap)
+					b, c := w.join("b"), w.join("c")
+					put(led.Token - 1)
+					rival := w.lead(b, "boss")
+					if rival.Token != led.Token || !led.Held() {
+						w.Fatalf("tokens %d and %d, held %v: the case is not tried", rival.Token, led.Token, led.Held())
+					}
+					w.await(w.ctx, c.Election("boss"))
+					w.queue(1)
+					err := act(w, led)
+					t.Log(err)
+					if kv := w.Dump(aegis.DefaultPrefix + "election/boss"); len(kv) != 1 || kv[0].Modified != rival.Token || kv[0].Value != "b" {
+						w.Fatalf("the rival's key is %v", kv)
+					}
+					if kv := w.Dump("loot"); len(kv) != 0 {
+						w.Fatalf("written: %v", kv)
+					}
+				})
+			})
+		}
+	})
 	t.Run("EvictionSentTwiceIsOneEviction", func(t *testing.T) {
 		simulate(t, func(w *world) {
 			led := w.lead(w.join("a"), "boss")
