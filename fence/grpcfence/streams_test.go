@@ -122,6 +122,22 @@ func TestStreams(t *testing.T) {
 				t.Error(err)
 			}
 		},
+		"RefusedMessageIsNotOKWhateverTheHandlerSays": func(t *testing.T, s *kv) {
+			started := make(chan struct{})
+			s.feed = func(stream grpc.ServerStream, recv func() (string, error), _ work) error {
+				close(started)
+				<-stream.Context().Done()
+				_, _ = recv()
+				return nil
+			}
+			stream, err := openFeed(under(t, boss(7)), s.conn)
+			if err != nil {
+				t.Fatal(err)
+			}
+			wait(t, "the handler", started)
+			advance(t, s.guard, boss(8))
+			refused(t, end(stream), 7, 8)
+		},
 		"PanicReachesTheServersInterceptors": func(t *testing.T, s *kv) {
 			s.feed = func(grpc.ServerStream, func() (string, error), work) error { panic("loot table") }
 			if err := viaStream(under(t, boss(7)), s.conn, message); err == nil || !strings.Contains(err.Error(), "recovered: loot table") {
