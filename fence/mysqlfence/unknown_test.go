@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"aegis/fence"
@@ -159,17 +160,17 @@ func TestOnceSettlesOnceWhateverIsLost(t *testing.T) {
 	if _, err := direct.DB().Exec("CREATE TABLE bag (item VARCHAR(100), n INT)"); err != nil {
 		t.Fatal(err)
 	}
-	unknown, killed := 0, 0
+	unknown, killed := 0, int64(0)
 	for i := range settlements {
 		item := fmt.Sprintf("item %03d", i)
 		want := []byte(fmt.Sprintf("%s by %d", item, token))
-		left := rng.IntN(9) // commands until the fault
+		f, last := []fate{cut, loseReply}[rng.IntN(2)], rng.Int64N(9)+1 // the command that it befalls
+		var seen atomic.Int64
 		p.onCommand(func(string) fate {
-			if left--; left != -1 {
-				return pass
+			if seen.Add(1) == last {
+				return f
 			}
-			killed++
-			return []fate{cut, loseReply}[rng.IntN(2)]
+			return pass
 		})
 		settle := func() ([]byte, bool, error) {
 			return g.Once(bounded(t), term(token), item, func(tx *mysqlfence.Tx) ([]byte, error) {
@@ -193,6 +194,9 @@ func TestOnceSettlesOnceWhateverIsLost(t *testing.T) {
 			result, _, err = settle()
 		}
 		p.onCommand(nil)
+		if seen.Load() >= last {
+			killed++
+		}
 		repeat, first, err := settle()
 		if err != nil || first || !slices.Equal(repeat, result) {
 			t.Fatalf("the repeat of settlement %d returned %q, first=%v, %v; must be %q", i, repeat, first, err, result)
