@@ -46,7 +46,8 @@ func (g *Guard) UnaryServerInterceptor() grpc.UnaryServerInterceptor {
 }
 
 // StreamServerInterceptor is UnaryServerInterceptor for streams, which are admitted again with each message that they
-// receive: see the package's comment.
+// receive: see the package's comment. A handler runs on a goroutine of its own, and after a takeover its stream may end
+// before it has returned; its panics are raised where the server's other interceptors expect them.
 func (g *Guard) StreamServerInterceptor() grpc.StreamServerInterceptor {
 	return func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 		hold, err := g.admit(ss.Context(), info.FullMethod)
