@@ -43,6 +43,14 @@
 // of this package does both in one step, on purpose: under REPEATABLE READ a transaction's snapshot can be older than
 // the lock that it waited for, and the read would miss the old term's last write.
 //
+// # Cost
+//
+// With the connections of [Open], Exec takes one round trip, and Do as many as the same transaction unguarded. What a
+// guard costs is the server's CPU: on MariaDB 10.11, where a plain one-row INSERT takes 40 µs without the disk, the
+// transaction's own statements add about 25 µs and the reading of a second table 40 µs; its lock is not to be seen. So
+// Exec is near a plain statement where the disk or the network is slow, and at half of it where 16 connections keep all
+// cores busy. Many small writes belong in one Do.
+//
 // # What is not covered
 //
 // Writes that go around this package and its procedures. Tables without transactions (MyISAM, Aria, MEMORY): what is
