@@ -71,7 +71,7 @@ BEGIN
     SET v_message = CONCAT('aegis: fenced: token ', p_token, ' refused, the newest is ', v_token, '; the term is over');
     SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = v_message;
   ELSEIF p_token = v_token AND v_nonce <> 0 AND p_nonce <> 0 AND v_nonce <> p_nonce THEN
-    SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'aegis: token went back: it was taken from another term; aegis token raise --above-all';
+    SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'aegis: token went back: it was taken from another term; run aegis token raise --above N';
   ELSEIF p_token > v_token THEN
     UPDATE %aegis_fence SET token = p_token, nonce = COALESCE(p_nonce, 0), node = '', at = UTC_TIMESTAMP(6),
       cluster = IF(COALESCE(p_cluster, 0) = 0, v_cluster, p_cluster) WHERE name = p_name;
