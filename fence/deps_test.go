@@ -11,7 +11,7 @@ func TestDependencies(t *testing.T) {
 	for pkg, allowed := range map[string][]string{
 		"aegis/fence":             {"aegis/fence"},
 		"aegis/fence/fencetest":   {"aegis/fence"},
-		"aegis/fence/mysqlfence":  {"aegis/fence", "github.com/go-sql-driver/", "filippo.io/edwards25519/"},
+		"aegis/fence/mysqlfence":  {"aegis/fence", "github.com/go-sql-driver/", "filippo.io/edwards25519", "filippo.io/edwards25519/"},
 		"aegis/fence/httpfence":   {"aegis/fence", "aegis/fence/internal/gate"},
 		"aegis/fence/pgfence":     {"aegis/fence", "github.com/jackc/", "golang.org/x/text/", "golang.org/x/sync/"},
 		"aegis/fence/redisfence":  {"aegis/fence", "github.com/redis/", "github.com/cespare/xxhash/", "go.uber.org/atomic", "golang.org/x/sys/"},
