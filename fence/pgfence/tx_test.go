@@ -94,7 +94,8 @@ func TestAdvanceGetsInUnderUnbrokenLoad(t *testing.T) {
 	for _, writers := range []int{16, 64} {
 		t.Run(fmt.Sprint(writers), func(t *testing.T) {
 			name := database(t)
-			ctx := bounded(t)
+			ctx, cancel := context.WithCancel(bounded(t))
+			defer cancel()
 			g := guardOn(t, connect(t, pg.URL(name, "postgres")), pgfence.Config{})
 			advance(t, g, 7)
 			load := guardOn(t, connect(t, pg.URL(name, "postgres")+"?pool_max_conns="+fmt.Sprint(writers), func(c *pgPoolConfig) { c.MaxConns = int32(writers) }), pgfence.Config{})
@@ -115,6 +116,9 @@ func TestAdvanceGetsInUnderUnbrokenLoad(t *testing.T) {
 						if n == 2 {
 							warm.Done()
 						}
+						if ctx.Err() != nil {
+							return
+						}
 						if err != nil {
 							wantFenced(t, err, 7, 8)
 							return
@@ -129,6 +133,7 @@ func TestAdvanceGetsInUnderUnbrokenLoad(t *testing.T) {
 			start := time.Now()
 			if err := g.Advance(ctx, term(8)); err != nil {
 				t.Error(err)
+				cancel() // or the load would go on
 			}
 			took := time.Since(start)
 			all.Wait()
