@@ -86,7 +86,7 @@ BEGIN
     RAISE EXCEPTION 'token of a foreign cluster: "%" belongs to etcd cluster % at this guard, the token comes from cluster %',
         name, to_hex(known_cluster), to_hex(cluster)
       USING ERRCODE = 'ZF003', DETAIL = (detail::jsonb || jsonb_build_object('cluster', to_hex(cluster), 'known_cluster', to_hex(known_cluster)))::text,
-            HINT = 'check the endpoints, or reset the name with `aegis fence reset` if the move is meant';
+            HINT = 'check the endpoints; docs/guide.md says how to move a guard to another cluster';
   ELSIF token = newest THEN
     RAISE EXCEPTION 'token went back: "%" was given token %, but the guard has already taken % from another term', name, token, newest
       USING ERRCODE = 'ZF002', DETAIL = detail,
