@@ -39,8 +39,7 @@ func (n *Node) Leave(ctx context.Context) error {
 			continue
 		}
 		if s.busy && s.running {
-			working[s.led.lease.id] = true
-			defer s.led.end(ErrLeft)
+			working[s.led.lease.id] = true // its term ends with the lease, below
 		} else {
 			idle = append(idle, s.led)
 		}

@@ -20,7 +20,7 @@ func newDev(o *options) *cobra.Command {
 		Long: `dev runs an etcd of a single member inside this process, without TLS or authentication, until it is interrupted.
 It prints the endpoint when it is ready and nothing else. Its data outlives it: delete the directory to start anew.`,
 		Example: `  aegis dev
-  aegis dev --listen 127.0.0.1:0 --data-dir /tmp/try`,
+  aegis dev --listen 127.0.0.1:0 --data-dir try.etcd`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGINT, syscall.SIGTERM)

@@ -177,9 +177,6 @@ func (m *MariaDB) Log() string {
 // Kill kills a private server as a crash would.
 func (m *MariaDB) Kill() error { return m.stop(syscall.SIGKILL) }
 
-// Stop stops a private server in good order.
-func (m *MariaDB) Stop() error { return m.stop(syscall.SIGTERM) }
-
 func (m *MariaDB) stop(sig syscall.Signal) error {
 	if m.process == nil {
 		return fmt.Errorf("servers: no private MariaDB runs")
